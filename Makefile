@@ -1,0 +1,41 @@
+# The two commands of a new user: `make demo` and `make test`. Each does all of its own set-up.
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+
+# The newest Python that fits: on PATH, else in pyenv's versions folder. A shim that can't run is passed over.
+FIND_PYTHON = for p in python3.13 python3.12 \
+	$$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3 \
+	         "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python3 2>/dev/null) python3; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && echo "$$p" && break; done
+
+.PHONY: demo test lint format proto bench clean
+
+$(VENV)/.base: pyproject.toml
+	@python=$$($(FIND_PYTHON)); \
+	if [ -z "$$python" ]; then echo "jaxserve needs Python 3.12 or newer; none was found on PATH or under pyenv" >&2; exit 1; fi; \
+	echo "setting up $(VENV) with $$($$python --version)"; \
+	[ -x $(PY) ] || $$python -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.base   ## pull the real model, serve it, ask it over HTTP and gRPC
+	@$(VENV)/bin/jaxserve pull smollm2-135m-instruct
+	@$(PY) -m jaxserve.entry.demo
+
+test: $(VENV)/.dev   ## lint, types and the default suite
+	@$(VENV)/bin/jaxserve pull smollm2-135m-instruct
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/pyright
+	@$(PY) -m pytest
+
+format: $(VENV)/.dev
+	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) .cache *.egg-info

@@ -1,0 +1,190 @@
+"""From a config to an engine that is ready to run: devices, weights, compiled steps, KV pages."""
+
+import concurrent.futures
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from checkpoints.load import load_weights
+from checkpoints.resolve import ModelFiles, resolve
+from jaxserve import messages
+from jaxserve.config import EngineConfig
+from jaxserve.engine.loop import Engine
+from jaxserve.execution.buckets import Buckets
+from jaxserve.execution.runner import Runner
+from jaxserve.memory import kv_cache
+from jaxserve.models import registry
+from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig
+from jaxserve.types import CheckpointError, ConfigError, EngineInfo
+from pallas_kernels import dispatch
+from pallas_kernels.paged_attention.api import AttentionSpec, Implementation
+from sharding.mesh import make_mesh
+
+Tell = Callable[..., None]
+"""Called with a stage and a text, and where it counts something, how much is done and of how much."""
+
+
+def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
+    """Loads, compiles and allocates, telling each stage over `link` and, last, that the engine is Ready.
+
+    Weights are read while the steps compile.
+    Raises: ConfigError, CheckpointError, UnsupportedModel.
+    """
+    started = time.monotonic()
+
+    def tell(stage: str, text: str, done: int = 0, total: int = 0) -> None:
+        link.send(messages.Progress(stage, text, done, total))
+
+    files = resolve(config.model)
+    if config.load_format == "auto" and not files.has_weights:
+        raise CheckpointError(f"{files.path} has no weights; load_format dummy makes random ones")
+    devices = find_devices(config)
+    platform = devices[0].platform
+    use_compile_cache(config)
+    mesh = make_mesh(config.mesh, devices)
+    dtype = choose_dtype(config.dtype, platform)
+    model = registry.build(files.config, mesh, config.layout, dtype)
+
+    max_model_len = model.config.max_position_embeddings
+    if config.max_model_len is not None:
+        if config.max_model_len > max_model_len:
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len}; allowed: up to {max_model_len}, the model's own"
+            )
+        max_model_len = config.max_model_len
+    max_num_seqs = config.max_num_seqs or (32 if platform == "cpu" else 256)
+    max_batched_tokens = config.max_batched_tokens or max(
+        max_num_seqs, 256 if platform == "cpu" else 4096
+    )
+    if max_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_batched_tokens is {max_batched_tokens}; allowed: at least max_num_seqs ({max_num_seqs})"
+        )
+    attention = choose_attention(config, model, devices[0])
+    runner = Runner(
+        model,
+        mesh,
+        Buckets.choose(
+            platform=platform,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+            pages=-(-max_model_len // config.page_size),
+        ),
+        page_size=config.page_size,
+        kv_dtype=jnp.dtype(dtype),
+        attention=attention,
+    )
+    tell("setup", f"{files.name} on {mesh.size} x {devices[0].device_kind}, {jnp.dtype(dtype).name}")
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        usable = kv_cache.usable_bytes(devices[0], config.memory_fraction)
+        loading = threads.submit(load, config, files, model, tell)
+        compile_started = time.monotonic()
+        runner.choose_num_pages(config.num_pages, usable, platform == "cpu")
+        runner.compile(lambda text, done, total: tell("compile", text, done, total))
+        compile_s = time.monotonic() - compile_started
+        params, load_s = loading.result()
+    runner.start([params[name] for name in model.abstract])
+
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+            max_model_len=max_model_len,
+            page_size=config.page_size,
+            num_pages=runner.num_pages,
+            policy=config.policy,
+            prefix_cache=config.prefix_cache,
+        )
+    )
+    info = EngineInfo(
+        model=files.name,
+        model_type=model.config.model_type,
+        vocab_size=model.config.vocab_size,
+        num_parameters=sum(leaf.size for leaf in params.values()),
+        weight_bytes=sum(leaf.nbytes for leaf in params.values()),
+        max_model_len=max_model_len,
+        max_request_tokens=min(max_model_len, (runner.num_pages - 1) * config.page_size),
+        max_num_seqs=max_num_seqs,
+        num_pages=runner.num_pages,
+        page_size=config.page_size,
+        kv_bytes=runner.kv_bytes,
+        platform=platform,
+        device_kind=devices[0].device_kind,
+        mesh={name: mesh.shape[name] for name in mesh.axis_names},
+        dtype=jnp.dtype(dtype).name,
+        attention=attention,
+        num_compiled=runner.num_compiled,
+        compile_s=compile_s,
+        load_s=load_s,
+        startup_s=time.monotonic() - started,
+    )
+    engine = Engine(runner, scheduler, link, overlap=config.overlap)
+    link.send(messages.Ready(info))
+    return engine
+
+
+def load(
+    config: EngineConfig, files: ModelFiles, model: registry.BuiltModel, tell: Tell
+) -> tuple[dict[str, jax.Array], float]:
+    """The parameters, on their devices, and the seconds that took."""
+    started = time.monotonic()
+    if config.load_format == "dummy":
+        params = model.random_params(config.seed)
+    else:
+        params = load_weights(files, model.abstract, model.rules, model.config, model.ignored)
+    jax.block_until_ready(params)
+    seconds = time.monotonic() - started
+    tell("load", f"weights ready after {seconds:.1f} s")
+    return params, seconds
+
+
+def choose_attention(
+    config: EngineConfig, model: registry.BuiltModel, device: jax.Device
+) -> Implementation:
+    """The attention implementation asked for, or the best for the device and the shapes that each device sees."""
+    if config.attention != "auto":
+        return config.attention
+    spec = AttentionSpec(
+        kind="decode",
+        num_heads=model.config.num_heads,
+        num_kv_heads=model.kv_heads,
+        head_dim=model.config.head_dim,
+        page_size=config.page_size,
+        kv_dtype=next(iter(model.abstract.values())).dtype.name,
+        sliding_window=model.config.sliding_window,
+    )
+    return dispatch.choose(device.platform, device.device_kind, spec.shard(config.mesh.tensor))
+
+
+def find_devices(config: EngineConfig) -> list[jax.Device]:
+    """The devices of the mesh. Raises: ConfigError when there are not enough of that kind."""
+    try:
+        found = jax.devices(None if config.platform == "auto" else config.platform)
+    except RuntimeError as error:
+        raise ConfigError(f"platform is {config.platform!r}, which JAX can't use here: {error}") from error
+    need = config.mesh.num_devices
+    if len(found) < need:
+        hint = " (JAX_NUM_CPU_DEVICES makes more of a CPU)" if found[0].platform == "cpu" else ""
+        raise ConfigError(f"the mesh needs {need} devices; there are {len(found)}{hint}")
+    return found[:need]
+
+
+def choose_dtype(name: str, platform: str) -> jnp.dtype:
+    # XLA's bfloat16 matmul on a CPU reaches a tenth of float32's rate
+    if name == "auto":
+        name = "float32" if platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def use_compile_cache(config: EngineConfig) -> None:
+    """Keeps compiled programs on disk between starts, unless this process has a cache of its own already."""
+    folder = config.compile_cache_dir
+    if folder is None or jax.config.jax_compilation_cache_dir:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -1,0 +1,650 @@
+"""The asyncio client of one engine: text and parameters in, text out, piece by piece. No jax here.
+
+One task (`_pump`) reads the engine's messages and hands each to the request that it belongs to.
+Whoever stops reading a request, however that happens, ends it in the engine too.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, Self
+
+from jaxserve import messages
+from jaxserve.config import EngineConfig
+from jaxserve.entry.detokenizer import Detokenizer, StopAutomaton
+from jaxserve.entry.inputs import (
+    Messages,
+    Prompt,
+    check_token_ids,
+    choice_seed,
+    list_conversations,
+    list_params,
+    list_prompts,
+    resolve_sampling,
+    with_seed,
+)
+from jaxserve.entry.request_stream import (
+    ChoiceState,
+    NoObserver,
+    Observer,
+    RequestStream,
+    chosen_logprobs,
+)
+from jaxserve.entry.text_model import TextModel, load_text_model
+from jaxserve.entry.tokenizer import LONG_TEXT, Tokenizer
+from jaxserve.types import (
+    CheckpointError,
+    ConfigError,
+    Delta,
+    EngineDead,
+    EngineInfo,
+    EngineStats,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    RequestFailed,
+    RequestOutput,
+    SamplingParams,
+    TokenOutput,
+    TokenSampling,
+    UnsupportedModel,
+)
+
+__all__ = [
+    "Client",
+    "Messages",
+    "Observer",
+    "Prompt",
+    "RequestStream",
+    "TextModel",
+    "load_text_model",
+]
+
+log = logging.getLogger(__name__)
+request_log = logging.getLogger("jaxserve.requests")
+
+_LAST_WORDS_S = 0.2
+"""How long an engine that has ended may leave the reason unread in the link."""
+_USER_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (CheckpointError, ConfigError, UnsupportedModel)
+}
+
+Prepared = tuple[list[int], SamplingParams, TokenSampling]
+
+
+class EngineHandle(Protocol):
+    """A started engine, as `jaxserve.engine.process.start_engine` returns it."""
+
+    client_end: messages.ClientEnd
+    exited: asyncio.Future[int]
+
+    async def close(self, grace_s: float = 0.0) -> None: ...
+
+
+class StartEngine(Protocol):
+    async def __call__(
+        self, config: EngineConfig, process: Literal["thread", "spawn"]
+    ) -> EngineHandle: ...
+
+
+class Client:
+    """Serves requests from one engine. Used within one asyncio loop.
+
+    The engine starts with `start`, or with the first verb. Every verb raises EngineDead once the
+    engine has ended, whatever ended it, and InvalidRequest (ContextExceeded) for what the user got
+    wrong, before anything is sent to the engine.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        process: Literal["thread", "spawn"] = "spawn",
+        observer: Observer | None = None,
+        on_progress: Callable[[messages.Progress], None] | None = None,
+        start_engine: StartEngine | None = None,
+        load_model: Callable[[str], TextModel] = load_text_model,
+    ):
+        """`on_progress` hears what start-up is doing. The last two replace the real ones."""
+        if process not in ("thread", "spawn"):
+            raise ConfigError(f"process is {process!r}; allowed: thread, spawn")
+        self.config = config
+        self._process: Literal["thread", "spawn"] = process
+        self._observer: Observer = observer or NoObserver()
+        self._on_progress = on_progress
+        self._start_engine = start_engine
+        self._load_model = load_model
+        self._starting: asyncio.Task[None] | None = None
+        self._handle: EngineHandle | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._model: TextModel | None = None
+        self._info: EngineInfo | None = None
+        self._stats = EngineStats()
+        self._choices: dict[str, ChoiceState] = {}
+        """In flight, by wire id."""
+        self._streams: dict[str, RequestStream] = {}
+        self._room = asyncio.Event()
+        self._death: str | None = None
+        self._died = asyncio.Event()
+        self._closing = False
+
+    # Life
+
+    async def start(self) -> Self:
+        """Starts the engine and waits until it is ready. Safe to call from many tasks, and again.
+
+        Raises: CheckpointError, UnsupportedModel, ConfigError as the engine found them, else
+        EngineDead.
+        """
+        self._check_alive()
+        if self._info is None:
+            if self._starting is None:
+                self._starting = asyncio.ensure_future(self._start())
+            # Shielded: the start goes on for the others when one that waits for it is cancelled.
+            await asyncio.shield(self._starting)
+        return self
+
+    async def _start(self) -> None:
+        loading = asyncio.ensure_future(asyncio.to_thread(self._load_model, self.config.model))
+        try:
+            start_engine = self._start_engine
+            if start_engine is None:
+                from jaxserve.engine.process import (
+                    start_engine,  # an engine's side; fakes need none
+                )
+            self._handle = await start_engine(self.config, self._process)
+            info = await self._await_ready(self._handle, loading)
+            self._model = await loading
+            _check_vocabulary(self._model, info)
+        except BaseException as error:
+            loading.cancel()
+            self._closing = True  # raised here, so not logged as well
+            self._die(f"the engine did not start: {error}")
+            if self._handle is not None:
+                await self._handle.close()
+            raise
+        self._info = info
+        pump = asyncio.ensure_future(self._pump(self._handle.client_end))
+        self._tasks = [pump, asyncio.ensure_future(self._watch(self._handle, pump))]
+
+    async def _await_ready(
+        self, handle: EngineHandle, loading: asyncio.Future[TextModel]
+    ) -> EngineInfo:
+        """Reads messages until the engine is ready, or ends, or the text model can't be loaded."""
+        exited = False
+        receiving: asyncio.Future[messages.FromEngine] | None = None
+        try:
+            while True:
+                receiving = receiving or asyncio.ensure_future(handle.client_end.receive())
+                waiting: set[asyncio.Future[Any]] = {receiving}
+                waiting |= {future for future in (loading, handle.exited) if not future.done()}
+                # An engine that has ended may have left its last words in the link.
+                done, _ = await asyncio.wait(
+                    waiting,
+                    timeout=_LAST_WORDS_S if exited else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if loading.done():
+                    loading.result()  # raises what was wrong
+                if receiving in done:
+                    message, receiving = receiving.result(), None
+                    match message:
+                        case messages.Progress():
+                            log.info("%s: %s", message.stage, message.text)
+                            if self._on_progress is not None:
+                                self._on_progress(message)
+                        case messages.Ready():
+                            return message.info
+                        case messages.Fatal():
+                            raise _start_error(message)
+                        case messages.Stopped():
+                            raise EngineDead("the engine ended while it started")
+                elif exited:
+                    code = handle.exited.result()
+                    raise EngineDead(f"the engine ended while it started (exit code {code})")
+                exited = handle.exited.done()
+        finally:
+            if receiving is not None:
+                receiving.cancel()
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Ends the engine. New requests are refused from now on; others may go on for `grace_s`.
+
+        Whoever still waits then gets a delta with finish_reason `abort`, or EngineDead. Safe to
+        call twice.
+        """
+        self._closing = True
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+            if not self._starting.cancelled():
+                self._starting.exception()  # told to whoever waited for the start
+        if self._handle is not None:
+            await self._handle.close(grace_s)
+        if self._tasks:
+            # The engine's last outputs may still be on their way to the pump.
+            await asyncio.wait(self._tasks[:1], timeout=_LAST_WORDS_S)
+        self._die("the engine was shut down")
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def wait_dead(self) -> str:
+        """Returns why, when the engine has ended."""
+        await self._died.wait()
+        return self._death or ""
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDead(self._death)
+        if self._closing:
+            raise EngineDead("the engine is being shut down")
+
+    # What is served
+
+    @property
+    def info(self) -> EngineInfo:
+        """Raises: EngineDead before the engine is ready."""
+        if self._info is None:
+            raise EngineDead(self._death or "the engine has not started yet")
+        return self._info
+
+    @property
+    def model(self) -> TextModel:
+        """Raises: EngineDead before the engine is ready."""
+        if self._model is None:
+            raise EngineDead(self._death or "the engine has not started yet")
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises: InvalidRequest for a model that has none."""
+        if self.model.tokenizer is None:
+            raise InvalidRequest("prompt", f"{self.model.name} has no tokenizer; send token ids")
+        return self.model.tokenizer
+
+    @property
+    def num_in_flight(self) -> int:
+        """Choices that the engine has now."""
+        return len(self._choices)
+
+    @property
+    def max_in_flight(self) -> int:
+        return self.info.max_num_seqs + self.config.max_queue
+
+    def stats(self) -> EngineStats:
+        """The engine's counters, as it last told them."""
+        return self._stats
+
+    def health(self) -> None:
+        """Raises: EngineDead, saying why, unless the engine is ready and running."""
+        self._check_alive()
+        if self._info is None:
+            raise EngineDead("the engine is starting")
+
+    # Text
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        await self.start()
+        return await self._encode(text, add_special_tokens, None)
+
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        await self.start()
+        return self.tokenizer.decode(token_ids, skip_special_tokens)
+
+    async def chat_prompt(self, conversation: Messages, **template: Any) -> list[int]:
+        """Token ids of a conversation by the model's chat template, with further variables for it.
+
+        Raises: InvalidRequest for malformed messages and for a model that has no template.
+        """
+        await self.start()
+        chat_template = self.tokenizer.chat_template
+        if chat_template is None:
+            raise InvalidRequest(
+                "messages",
+                f"{self.model.name} has no chat template; "
+                "complete a prompt instead (generate, /v1/completions)",
+            )
+        text = chat_template.render(conversation, **template)
+        # The template writes what the model expects around its text, BOS included.
+        return await self._encode(text, False, self.info.max_request_tokens, "messages")
+
+    async def _encode(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        max_tokens: int | None,
+        field: str = "prompt",
+    ) -> list[int]:
+        encode = functools.partial(
+            self.tokenizer.encode, text, add_special_tokens, max_tokens, field
+        )
+        return encode() if len(text) <= LONG_TEXT else await asyncio.to_thread(encode)
+
+    # Requests
+
+    async def open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        queue: Literal["refuse", "wait"] = "refuse",
+    ) -> RequestStream:
+        """Checks a request and sends it. What the other verbs and the servers are made of.
+
+        `queue`: what to do when as many choices are in flight as may be.
+        Raises: InvalidRequest, ContextExceeded, QueueFull, EngineDead.
+        """
+        arrival_s = time.monotonic()
+        await self.start()
+        return await self._send(
+            await self._prepare(prompt, params or SamplingParams()),
+            arrival_s,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            queue=queue,
+        )
+
+    async def _prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest("prompt", "is empty; allowed: one token or more")
+            prompt = await self._encode(prompt, True, self.info.max_request_tokens)
+        token_ids = check_token_ids(prompt, self.info.vocab_size)
+        return (
+            token_ids,
+            params,
+            resolve_sampling(params, len(token_ids), self.model, self.info),
+        )
+
+    async def _send(
+        self,
+        prepared: Prepared,
+        arrival_s: float,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        queue: Literal["refuse", "wait"] = "refuse",
+    ) -> RequestStream:
+        token_ids, params, sampling = prepared
+        # A request with more choices than the limit may still run alone.
+        while self._choices and len(self._choices) + params.n > self.max_in_flight:
+            if queue == "refuse":
+                raise QueueFull(self.max_in_flight)
+            self._room.clear()
+            await self._room.wait()
+        # No await from here on: whoever is cancelled has either sent nothing or owns the stream.
+        self._check_alive()
+        assert self._handle is not None
+        request_id = request_id or uuid.uuid4().hex
+        wire_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
+        if request_id in self._streams or not self._choices.keys().isdisjoint(wire_ids):
+            raise InvalidRequest("request_id", f"{request_id!r} is in flight already")
+        stream = RequestStream(request_id, token_ids, params, arrival_s, self._break_off)
+        tokenizer = self.model.tokenizer
+        stops = StopAutomaton(params.stop) if params.stop else None
+        for index, wire_id in enumerate(wire_ids):
+            detokenizer = tokenizer and Detokenizer(tokenizer, token_ids, stops, params.min_tokens)
+            choice = ChoiceState(stream, index, wire_id, detokenizer)
+            stream.choices.append(choice)
+            self._choices[wire_id] = choice
+        self._streams[request_id] = stream
+        self._observer.on_request_start(len(token_ids), params.n)
+        for choice in stream.choices:
+            request = Request(
+                request_id=choice.wire_id,
+                token_ids=token_ids,
+                sampling=with_seed(sampling, choice_seed(params.seed, choice.index)),
+                priority=priority,
+                arrival_s=arrival_s,
+                cache_salt=cache_salt,
+            )
+            self._handle.client_end.send(messages.Submit(request))
+        return stream
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_finish: Callable[[RequestOutput], None] | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Completes one prompt or many, with the same params or one's own each; results in order.
+
+        A prompt is a string or a list of token ids. Nothing runs if any of them can't be served.
+        More prompts than may be in flight wait their turn. `on_finish` hears each result as it
+        comes.
+        """
+        arrival_s = time.monotonic()
+        await self.start()
+        listed = list_prompts(prompts)
+        prepared = [
+            await self._prepare(prompt, each)
+            for prompt, each in zip(listed, list_params(params, len(listed)), strict=True)
+        ]
+        most_choices = max((one[1].n for one in prepared), default=1)
+        window = asyncio.Semaphore(max(1, self.max_in_flight // most_choices))
+
+        async def run(one: Prepared) -> RequestOutput:
+            async with window:
+                stream = await self._send(
+                    one, arrival_s, priority=priority, cache_salt=cache_salt, queue="wait"
+                )
+                output = await stream.result()
+            if on_finish is not None:
+                on_finish(output)
+            return output
+
+        return await _gather(run(one) for one in prepared)
+
+    async def chat(
+        self,
+        conversations: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        on_finish: Callable[[RequestOutput], None] | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Answers one conversation or many, as `generate` completes prompts.
+
+        `template`: further variables for the chat template.
+        """
+        prompts = [
+            await self.chat_prompt(conversation, **(template or {}))
+            for conversation in list_conversations(conversations)
+        ]
+        return await self.generate(
+            prompts, params, on_finish=on_finish, priority=priority, cache_salt=cache_salt
+        )
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Delta]:
+        """Completes one prompt, delta by delta. Leaving the loop ends the request.
+
+        `options`: as `open` has them.
+        """
+        async with await self.open(prompt, params, **options) as stream:
+            async for delta in stream:
+                yield delta
+
+    async def chat_stream(
+        self,
+        conversation: Messages,
+        params: SamplingParams | None = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Delta]:
+        """Answers one conversation, delta by delta, as `stream` completes a prompt."""
+        prompt = await self.chat_prompt(conversation, **(template or {}))
+        async with await self.open(prompt, params, **options) as stream:
+            async for delta in stream:
+                yield delta
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request: its reader gets what there is, with finish_reason `abort`.
+
+        False: it isn't running.
+        """
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return False
+        self._break_off(stream)
+        return True
+
+    async def flush_cache(self) -> None:
+        """Drops every cached prefix that no running sequence uses."""
+        await self.start()
+        assert self._handle is not None
+        self._handle.client_end.send(messages.FlushCache())
+
+    # What comes back
+
+    async def _pump(self, client_end: messages.ClientEnd) -> None:
+        try:
+            while True:
+                match await client_end.receive():
+                    case messages.Outputs() as message:
+                        self._stats = message.stats
+                        now_s = time.monotonic()
+                        for output in message.outputs:
+                            choice = self._choices.get(output.request_id)
+                            if choice is not None:  # else an Abort crossed this on the way
+                                self._accept(choice, output, now_s)
+                    case messages.Fatal() as message:
+                        self._die(f"the engine died: {message.error}")
+                        return
+                    case messages.Stopped():
+                        self._die("the engine was shut down")
+                        return
+        except Exception as error:
+            log.exception("the link to the engine broke")
+            self._die(f"the link to the engine broke: {error!r}")
+
+    async def _watch(self, handle: EngineHandle, pump: asyncio.Task[None]) -> None:
+        code = await asyncio.shield(handle.exited)
+        await asyncio.wait([pump], timeout=_LAST_WORDS_S)
+        self._die(f"the engine ended (exit code {code})")
+
+    def _accept(self, choice: ChoiceState, output: TokenOutput, now_s: float) -> None:
+        """Takes one step's tokens of a choice and hands its reader what is new."""
+        stream = choice.stream
+        if output.finish_reason == "error":
+            self._fail(stream, RequestFailed(output.error or "the engine gave the request up"))
+            return
+        token_ids, text = choice.take(output)
+        if choice.finish_reason is not None and output.finish_reason is None:
+            self._abort_in_engine([choice])  # a stop string: the engine doesn't know
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = chosen_logprobs(token_ids, output.logprobs, self._token_text)
+            choice.logprobs = [*(choice.logprobs or []), *logprobs]
+        if token_ids:
+            if stream.first_token_s is None:
+                stream.first_token_s = now_s - stream.arrival_s
+                self._observer.on_first_token(stream.first_token_s)
+            last_s, choice.last_s = choice.last_s, now_s
+            self._observer.on_tokens(len(token_ids), None if last_s is None else now_s - last_s)
+        if choice.finish_reason is not None:
+            self._book_out(choice)
+        stream.deliver(choice, text, token_ids, logprobs)
+
+    def _token_text(self, token_id: int) -> str:
+        tokenizer = self.model.tokenizer
+        return "" if tokenizer is None else tokenizer.token_text(token_id)
+
+    def _book_out(self, choice: ChoiceState) -> None:
+        """A choice has ended; with the last one, its request."""
+        del self._choices[choice.wire_id]
+        self._room.set()
+        stream = choice.stream
+        if stream.finished:
+            del self._streams[stream.request_id]
+            reason = stream.choices[0].finish_reason
+            assert reason is not None
+            self._observer.on_request_finish(
+                reason, stream.usage(), time.monotonic() - stream.arrival_s
+            )
+            request_log.info("%s", stream.log_line())
+
+    def _break_off(self, stream: RequestStream) -> None:
+        """Ends what still runs of a request, here and in the engine; its reader gets the rest."""
+        running = stream.running()
+        self._abort_in_engine(running)
+        for choice in running:
+            text = choice.finish("abort")
+            self._book_out(choice)
+            stream.deliver(choice, text, [])
+
+    def _fail(self, stream: RequestStream, error: Exception) -> None:
+        """Ends a request: its reader gets the deltas that there are, then the error."""
+        stream.error = error
+        running = stream.running()
+        self._abort_in_engine(running)
+        for choice in running:
+            choice.finish("error")
+            self._book_out(choice)
+        stream.wake()
+
+    def _abort_in_engine(self, choices: Sequence[ChoiceState]) -> None:
+        if choices and self._handle is not None and self._death is None:
+            self._handle.client_end.send(messages.Abort([choice.wire_id for choice in choices]))
+
+    def _die(self, reason: str) -> None:
+        """The engine has ended: tells everybody who waits. The first reason stays."""
+        if self._death is not None:
+            return
+        self._death = reason
+        self._died.set()
+        if not self._closing:
+            log.error("%s", reason)
+        for stream in list(self._streams.values()):
+            self._fail(stream, EngineDead(reason))
+        self._room.set()
+
+
+def _start_error(message: messages.Fatal) -> Exception:
+    kind = _USER_ERRORS.get(message.kind)
+    if kind is None:
+        return EngineDead(message.error)
+    return kind(message.error.removeprefix(f"{message.kind}: "))
+
+
+def _check_vocabulary(model: TextModel, info: EngineInfo) -> None:
+    if model.tokenizer is not None and model.tokenizer.vocab_size > info.vocab_size:
+        raise CheckpointError(
+            f"{model.name}: the tokenizer has {model.tokenizer.vocab_size} tokens, "
+            f"more than the model's vocabulary of {info.vocab_size}"
+        )
+
+
+async def _gather(coroutines: Iterable[Any]) -> list[Any]:
+    """Results in order. The first error, or cancellation, cancels the rest and is raised then."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

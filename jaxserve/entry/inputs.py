@@ -1,0 +1,155 @@
+"""What callers may pass, made definite: prompts, conversations and parameters in their forms.
+
+Everything that a user may leave open is decided in `resolve_sampling`, so that the engine sees
+token ids and numbers only. Imports no jax.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxserve.entry.text_model import TextModel
+from jaxserve.types import (
+    ContextExceeded,
+    EngineInfo,
+    InvalidRequest,
+    SamplingParams,
+    TokenSampling,
+)
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+def resolve_sampling(
+    params: SamplingParams, num_prompt_tokens: int, model: TextModel, info: EngineInfo
+) -> TokenSampling:
+    """`params` with everything decided: the user's value, else the model's, else OpenAI's.
+
+    For the first choice; the seed is 0 where the user gave none (see `with_seed`).
+    Raises: ContextExceeded, InvalidRequest.
+    """
+    room = info.max_request_tokens - num_prompt_tokens
+    limit = f"the context is {info.max_model_len} tokens"
+    if info.max_request_tokens < info.max_model_len:
+        limit += f", of which the KV pages hold {info.max_request_tokens}"
+    if room < 1:
+        raise ContextExceeded(
+            "prompt", f"has {num_prompt_tokens} tokens; {limit}, with at least one to generate"
+        )
+    for field in ("max_tokens", "min_tokens"):
+        value = getattr(params, field)
+        if value is not None and value > room:
+            needed = f"{value + num_prompt_tokens} with the prompt's {num_prompt_tokens}"
+            raise ContextExceeded(field, f"is {value}, {needed}; {limit}")
+    for token_id in params.stop_token_ids:
+        if token_id >= info.vocab_size:
+            raise InvalidRequest(
+                "stop_token_ids", f"has {token_id}; allowed: 0 to {info.vocab_size - 1}"
+            )
+    if params.stop and model.tokenizer is None:
+        raise InvalidRequest(
+            "stop", f"needs text, and {model.name} has no tokenizer; use stop_token_ids"
+        )
+
+    def first(field: str, otherwise: float) -> float:
+        for source in (params, model.defaults):
+            if (value := getattr(source, field)) is not None:
+                return value
+        return otherwise
+
+    top_k = int(first("top_k", 0))
+    stop_token_ids = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_token_ids |= model.eos_token_ids
+    return TokenSampling(
+        max_tokens=room if params.max_tokens is None else params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=float(first("temperature", 1.0)),
+        top_k=top_k if 0 < top_k < info.vocab_size else 0,
+        top_p=float(first("top_p", 1.0)),
+        min_p=float(first("min_p", 0.0)),
+        seed=params.seed or 0,
+        stop_token_ids=tuple(sorted(stop_token_ids)),
+        logprobs=params.logprobs,
+    )
+
+
+def choice_seed(seed: int | None, index: int) -> int:
+    """The seed of a choice: the request's own for the first, derived for others; fresh for None."""
+    if seed is None:
+        return secrets.randbits(63)
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def with_seed(sampling: TokenSampling, seed: int) -> TokenSampling:
+    return msgspec.structs.replace(sampling, seed=seed)
+
+
+def check_token_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    """A prompt of token ids as a list. Raises: InvalidRequest."""
+    token_ids = list(prompt)
+    if not token_ids:
+        raise InvalidRequest("prompt", "is empty; allowed: one token or more")
+    for token_id in token_ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise InvalidRequest(
+                "prompt", f"has {token_id!r}; allowed: a string, or a list of token ids"
+            )
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                "prompt", f"has token id {token_id}; allowed: 0 to {vocab_size - 1}"
+            )
+    return token_ids
+
+
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (a string, or a list of ids) or several, as a list. Raises: InvalidRequest."""
+    allowed = "allowed: strings, or lists of token ids"
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest("prompts", f"is a {type(prompts).__name__}; {allowed}")
+    listed: list[Any] = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]
+    for item in listed:
+        if not isinstance(item, str | Sequence):
+            raise InvalidRequest("prompts", f"has a {type(item).__name__}; {allowed}")
+    return listed
+
+
+def list_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """One for each prompt. Raises: InvalidRequest."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    listed = list(params)
+    for item in listed:
+        if not isinstance(item, SamplingParams):
+            raise InvalidRequest("params", f"has a {type(item).__name__}; allowed: SamplingParams")
+    if len(listed) != num_prompts:
+        raise InvalidRequest(
+            "params", f"are {len(listed)} for {num_prompts} prompts; allowed: one, or one each"
+        )
+    return listed
+
+
+def list_conversations(conversations: Messages | Sequence[Messages]) -> list[Messages]:
+    """One conversation (a list of messages) or several, as a list. Raises: InvalidRequest."""
+    if (
+        not isinstance(conversations, Sequence)
+        or isinstance(conversations, str)
+        or not conversations
+    ):
+        raise InvalidRequest("messages", "allowed: a list of messages, or a list of such lists")
+    listed: list[Any] = list(conversations)
+    return [listed] if isinstance(listed[0], Mapping) else listed

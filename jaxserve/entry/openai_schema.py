@@ -1,0 +1,603 @@
+"""OpenAI's wire format: request bodies with every field checked, and the bodies and chunks that
+answer them.
+
+A field is served, or has no effect whatever its value (`user`), or is refused by name unless its
+value asks for nothing (`presence_penalty: 0`). A field that isn't named here is an error too.
+Imports no jax.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import ConfigDict, FailFast, Field
+from pydantic_core import PydanticCustomError
+
+from jaxserve.entry.failures import HttpFailure, UnsupportedParameter
+from jaxserve.types import (
+    MAX_LOGPROBS,
+    Choice,
+    ChosenLogprob,
+    Delta,
+    EngineInfo,
+    InvalidRequest,
+    RequestOutput,
+    SamplingParams,
+    Usage,
+)
+
+COMPLETION_MAX_TOKENS = 16
+"""Tokens of a completion that doesn't say how many; a chat answer goes on until the context is
+full.
+"""
+MAX_PROMPTS = 1024
+"""Prompts of one /v1/completions, times its n."""
+MAX_ERRORS = 100
+LEAST_LOGPROB = -9999.0
+"""What OpenAI writes for a token that can't be; JSON has no infinity."""
+
+
+# ---- the fields of a request
+
+
+def only(*allowed: Any) -> Any:
+    """The type of a field that is not supported: None and the `allowed` values, which ask for
+    nothing, pass.
+    """
+
+    def check(value: Any) -> Any:
+        for one in (None, *allowed):
+            if isinstance(value, bool) == isinstance(one, bool) and value == one:
+                return value
+        raise PydanticCustomError("unsupported_parameter", "is not supported by this server")
+
+    schema = {"description": "Not supported; a value that asks for nothing is accepted."}
+    return Annotated[
+        Any,
+        pydantic.PlainValidator(check),
+        pydantic.WithJsonSchema({**schema, "enum": [None, *allowed]}),
+    ]
+
+
+def check_prompt(value: Any) -> list[str] | list[list[int]]:
+    """One prompt or several, as text or token ids, as a list of prompts.
+
+    Raises: PydanticCustomError naming the first item that doesn't fit.
+    """
+
+    def fail(where: str, item: Any, allowed: str) -> PydanticCustomError:
+        return PydanticCustomError(
+            "prompt_type",
+            "{where}is {kind}; allowed: {allowed}",
+            {"where": where, "kind": _kind(item), "allowed": allowed},
+        )
+
+    def check_ids(ids: list[Any], where: str) -> None:
+        for i, token in enumerate(ids):
+            if type(token) is not int:
+                raise fail(f"{where}item {i} ", token, "token ids")
+            if token < 0:
+                raise PydanticCustomError(
+                    "prompt_type",
+                    "{where}item {i} is negative; allowed: token ids",
+                    {"where": where, "i": i},
+                )
+
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise fail("", value, "a string, token ids, or a list of either")
+    if not value:
+        raise PydanticCustomError("prompt_empty", "is empty; allowed: at least one token or prompt")
+    if isinstance(value[0], str):
+        for i, item in enumerate(value):
+            if not isinstance(item, str):
+                raise fail(f"item {i} ", item, "a string, like the first item")
+    elif isinstance(value[0], list):
+        for i, item in enumerate(value):
+            if not isinstance(item, list):
+                raise fail(f"item {i} ", item, "a list of token ids, like the first item")
+            check_ids(item, f"item {i}, ")
+    else:
+        check_ids(value, "")
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise PydanticCustomError(
+            "prompt_count",
+            "has {count} prompts; allowed: at most {most}",
+            {"count": len(value), "most": MAX_PROMPTS},
+        )
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {
+        type(None): "null",
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+Prompt = Annotated[
+    Any,
+    pydantic.PlainValidator(check_prompt),
+    pydantic.WithJsonSchema(
+        {
+            "description": "One prompt or several, each as text or as token ids.",
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                },
+            ],
+        }
+    ),
+]
+
+
+def check_stop(value: Any) -> tuple[str, ...]:
+    """Stop strings as a tuple; None is none."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise PydanticCustomError("stop_type", "is neither a string nor a list of strings")
+
+
+Stop = Annotated[
+    Any,
+    pydantic.PlainValidator(check_stop),
+    pydantic.WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class Body(pydantic.BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
+
+
+class SamplingBody(Body):
+    """What completions and chat completions have in common."""
+
+    model: str | None = Field(None, description="Name of the model; not given: the one served.")
+    max_tokens: int | None = Field(None, description="Most tokens to generate.")
+    temperature: float | None = Field(None, description="0 is greedy. 0 to 2.")
+    top_p: float | None = Field(None, description="Keep tokens whose probabilities sum to this.")
+    n: int | None = Field(None, description="Choices for the prompt.")
+    stop: Stop = ()
+    seed: int | None = Field(None, description="Same seed, same prompt: same tokens.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Accepted; has no effect.")
+    # Extensions, with vLLM's names.
+    top_k: int | None = Field(None, description="Keep the k likeliest tokens; 0 or -1: all.")
+    min_p: float | None = Field(
+        None, description="Drop tokens less likely than this times the likeliest."
+    )
+    min_tokens: int | None = Field(None, description="No end before this many tokens.")
+    ignore_eos: bool | None = Field(None, description="Go on past the end-of-text token.")
+    stop_token_ids: Annotated[list[int], FailFast()] | None = Field(
+        None, description="Generation ends at any of these."
+    )
+    # Known elsewhere, not supported yet.
+    presence_penalty: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
+    frequency_penalty: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
+    repetition_penalty: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
+    length_penalty: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
+    logit_bias: only({}) = None  # pyright: ignore[reportInvalidTypeForm]
+    typical_p: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
+    no_repeat_ngram_size: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
+    use_beam_search: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
+    allowed_token_ids: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    bad_words: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
+    stop_regex: only([], "") = None  # pyright: ignore[reportInvalidTypeForm]
+    include_stop_str_in_output: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
+    skip_special_tokens: only(True) = None  # pyright: ignore[reportInvalidTypeForm]
+    spaces_between_special_tokens: only(True) = None  # pyright: ignore[reportInvalidTypeForm]
+    prompt_logprobs: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    truncate_prompt_tokens: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    priority: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
+    cache_salt: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    response_format: only({"type": "text"}) = None  # pyright: ignore[reportInvalidTypeForm]
+    guided_json: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    guided_regex: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    guided_choice: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    guided_grammar: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    structured_outputs: only() = None  # pyright: ignore[reportInvalidTypeForm]
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "is only allowed when stream is true")
+        return sampling_params(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            n=self.n,
+        )
+
+
+def sampling_params(**given: Any) -> SamplingParams:
+    """SamplingParams of the fields that a client set; one that is None takes its default.
+
+    Raises: InvalidRequest naming the field.
+    """
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+class CompletionRequest(SamplingBody):
+    prompt: Prompt
+    logprobs: int | None = Field(
+        None, description=f"Likeliest tokens to report, 0 to {MAX_LOGPROBS}."
+    )
+    echo: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
+    best_of: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
+    suffix: only("") = None  # pyright: ignore[reportInvalidTypeForm]
+
+    def sampling(self) -> SamplingParams:
+        """Raises InvalidRequest naming the field."""
+        max_tokens = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.max_tokens is None and self.min_tokens is not None:
+            max_tokens = max(max_tokens, self.min_tokens)
+        params = self._sampling(max_tokens, self.logprobs)
+        if len(self.prompt) * params.n > MAX_PROMPTS:
+            raise InvalidRequest(
+                "n", f"is {params.n} for {len(self.prompt)} prompts; allowed: {MAX_PROMPTS} in all"
+            )
+        return params
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], FailFast()]
+    name: str | None = None
+    refusal: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    audio: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    annotations: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
+    reasoning_content: only("") = None  # pyright: ignore[reportInvalidTypeForm]
+    tool_calls: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
+    tool_call_id: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    function_call: only() = None  # pyright: ignore[reportInvalidTypeForm]
+
+    def template_message(self) -> dict[str, str]:
+        """The message as chat templates expect it; `developer` is the newer name of `system`."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class ChatRequest(SamplingBody):
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, description=f"0 to {MAX_LOGPROBS}.")
+    metadata: dict[str, str] | None = Field(None, description="Accepted; has no effect.")
+    safety_identifier: str | None = Field(None, description="Accepted; has no effect.")
+    prompt_cache_key: str | None = Field(
+        None, description="Accepted; every prefix is cached without it."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="No effect without tools.")
+    tools: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
+    tool_choice: only("none", "auto") = None  # pyright: ignore[reportInvalidTypeForm]
+    functions: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
+    function_call: only("none", "auto") = None  # pyright: ignore[reportInvalidTypeForm]
+    modalities: only(["text"]) = None  # pyright: ignore[reportInvalidTypeForm]
+    audio: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    prediction: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    reasoning_effort: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    verbosity: only("medium") = None  # pyright: ignore[reportInvalidTypeForm]
+    web_search_options: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    store: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
+    service_tier: only("auto", "default") = None  # pyright: ignore[reportInvalidTypeForm]
+    echo: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
+    add_generation_prompt: only(True) = None  # pyright: ignore[reportInvalidTypeForm]
+    continue_final_message: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
+    add_special_tokens: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
+    chat_template: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    chat_template_kwargs: only({}) = None  # pyright: ignore[reportInvalidTypeForm]
+
+    def sampling(self) -> SamplingParams:
+        """Raises InvalidRequest naming the field."""
+        max_tokens = self.max_tokens
+        if self.max_completion_tokens is not None:
+            if max_tokens not in (None, self.max_completion_tokens):
+                raise InvalidRequest(
+                    "max_completion_tokens", "differs from max_tokens, its older name"
+                )
+            max_tokens = self.max_completion_tokens
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "is only allowed when logprobs is true")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest(
+                "top_logprobs", f"is {self.top_logprobs}; allowed: 0 to {MAX_LOGPROBS}"
+            )
+        try:
+            return self._sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+        except InvalidRequest as error:
+            if error.field == "max_tokens" and self.max_tokens is None:
+                raise InvalidRequest("max_completion_tokens", error.message) from None
+            raise
+
+    def template_messages(self) -> list[dict[str, str]]:
+        return [message.template_message() for message in self.messages]
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str = Field(description="Text to tokenize.")
+    add_special_tokens: bool = Field(True, description="Put the model's special tokens around it.")
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+
+
+def parse[B: Body](kind: type[B], body: bytes) -> B:
+    """The request in `body`.
+
+    Raises: HttpFailure for what is no JSON object; InvalidRequest or UnsupportedParameter naming
+    the first wrong field.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        if error.error_count() > MAX_ERRORS:  # listing a million errors takes seconds
+            raise HttpFailure(400, f"{error.error_count()} fields are wrong or unknown") from None
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        # The deepest: where a value may be one of two types, the one that fitted best says why it
+        # didn't fit.
+        first = max(errors, key=lambda e: len(e["loc"]))
+    location = _location(first["loc"])
+    message = first["msg"]
+    if first["type"] == "json_invalid":
+        raise HttpFailure(400, f"the body is not JSON: {message}", "invalid_json")
+    if not location:
+        raise HttpFailure(400, f"the body is not a JSON object: {message}", "invalid_json")
+    if first["type"] == "unsupported_parameter":
+        raise UnsupportedParameter(location, message)
+    if first["type"] == "extra_forbidden":
+        raise InvalidRequest(location, "is not a parameter of this endpoint")
+    raise InvalidRequest(location, message)
+
+
+def _location(parts: Sequence[int | str]) -> str:
+    """`messages[0].content` of ("messages", 0, "content"); names of union members are left out."""
+    text = ""
+    for part in parts:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part not in ("str", "list[TextPart]") and "[" not in part:
+            text += f".{part}" if text else part
+    return text
+
+
+# ---- what answers
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def add_usage(usages: Sequence[Usage]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(u.prompt_tokens for u in usages),
+        completion_tokens=sum(u.completion_tokens for u in usages),
+        cached_tokens=sum(u.cached_tokens for u in usages),
+    )
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def completion_logprobs(
+    tokens: Sequence[ChosenLogprob] | None, offset: int = 0
+) -> dict[str, Any] | None:
+    """The older form, of /v1/completions; `offset` is the characters of the tokens before these."""
+    if tokens is None:
+        return None
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.token)
+    return {
+        "tokens": [t.token for t in tokens],
+        "token_logprobs": [_finite(t.logprob) for t in tokens],
+        "top_logprobs": [
+            {text: _finite(logprob) for text, _, logprob in reversed(t.top)} or None for t in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(tokens: Sequence[ChosenLogprob] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+
+    def entry(text: str, logprob: float) -> dict[str, Any]:
+        # A token that holds part of a character has no text whose bytes would be its own.
+        whole = "�" not in text
+        return {
+            "token": text,
+            "logprob": _finite(logprob),
+            "bytes": list(text.encode()) if whole else None,
+        }
+
+    return {
+        "content": [
+            {
+                **entry(t.token, t.logprob),
+                "top_logprobs": [entry(text, logprob) for text, _, logprob in t.top],
+            }
+            for t in tokens
+        ],
+        "refusal": None,
+    }
+
+
+class Completion:
+    """The bodies and chunks that answer one /v1/completions."""
+
+    kind = "text_completion"
+
+    def __init__(self, id: str, model: str, created: int):
+        self.envelope = {"id": id, "object": self.kind, "created": created, "model": model}
+        self._offsets: dict[int, int] = {}
+
+    def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The whole answer; the choices of prompt i come after those of prompt i - 1."""
+        choices = [choice for output in outputs for choice in output.choices]
+        return {
+            **self.envelope,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage_body(add_usage([output.usage for output in outputs])),
+        }
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": completion_logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """What is streamed for a delta of choice `index`."""
+        logprobs = completion_logprobs(delta.logprobs, self._offsets.get(index, 0))
+        if delta.logprobs:
+            characters = sum(len(t.token) for t in delta.logprobs)
+            self._offsets[index] = self._offsets.get(index, 0) + characters
+        choice = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        return [{**self.envelope, "choices": [choice]}]
+
+    def first_chunks(self, num_choices: int) -> list[dict[str, Any]]:
+        """What is streamed before any text."""
+        return []
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        """The last chunk, when usage was asked for."""
+        return {**self.envelope, "choices": [], "usage": usage_body(usage)}
+
+
+class ChatCompletion(Completion):
+    """The bodies and chunks that answer one /v1/chat/completions."""
+
+    kind = "chat.completion"
+
+    def __init__(self, id: str, model: str, created: int, stream: bool):
+        super().__init__(id, model, created)
+        if stream:
+            self.envelope["object"] = "chat.completion.chunk"
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": chat_logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def first_chunks(self, num_choices: int) -> list[dict[str, Any]]:
+        return [
+            self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+            for index in range(num_choices)
+        ]
+
+    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        chunks: list[dict[str, Any]] = []
+        if delta.text or delta.logprobs:
+            logprobs = chat_logprobs(delta.logprobs)
+            chunks.append(self._chunk(index, {"content": delta.text}, logprobs))
+        if delta.finish_reason is not None:
+            chunks.append(
+                self._chunk(
+                    index, {}, None, delta.finish_reason, {"stop_reason": delta.stop_reason}
+                )
+            )
+        return chunks
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+        more: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            **(more or {}),
+        }
+        return {**self.envelope, "choices": [choice]}
+
+
+def model_body(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "jaxserve",
+        "max_model_len": info.max_model_len,
+    }

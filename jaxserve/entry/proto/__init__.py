@@ -1,0 +1,1 @@
+"""The gRPC contract: jaxserve.proto and what is generated from it."""

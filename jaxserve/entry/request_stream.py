@@ -1,0 +1,280 @@
+"""A request that runs, as its caller reads it, and the text of its choices. Imports no jax."""
+
+import asyncio
+import collections
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self
+
+from jaxserve.entry.detokenizer import Detokenizer
+from jaxserve.types import (
+    Choice,
+    ChosenLogprob,
+    Delta,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+    Usage,
+)
+
+
+class Observer(Protocol):
+    """Told about each request, for metrics. Calls come from the client's loop; be quick."""
+
+    def on_request_start(self, num_prompt_tokens: int, num_choices: int) -> None: ...
+
+    def on_first_token(self, seconds: float) -> None:
+        """Since the request's arrival; once per request."""
+        ...
+
+    def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
+        """New tokens of a choice, and the time since its last ones (None: its first)."""
+        ...
+
+    def on_request_finish(self, reason: FinishReason, usage: Usage, seconds: float) -> None:
+        """Once per started request, however it ends; `reason` is its first choice's."""
+        ...
+
+
+class NoObserver:
+    def on_request_start(self, num_prompt_tokens: int, num_choices: int) -> None:
+        pass
+
+    def on_first_token(self, seconds: float) -> None:
+        pass
+
+    def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
+        pass
+
+    def on_request_finish(self, reason: FinishReason, usage: Usage, seconds: float) -> None:
+        pass
+
+
+class ChoiceState:
+    """One choice in flight: one Request to the engine. Its stream is the owner."""
+
+    def __init__(
+        self,
+        stream: "RequestStream",
+        index: int,
+        wire_id: str,
+        detokenizer: Detokenizer | None,
+    ):
+        self.stream = stream
+        self.index = index
+        self.wire_id = wire_id
+        """The choice's name in messages."""
+        self.detokenizer = detokenizer
+        self.token_ids: list[int] = []
+        self.pieces: list[str] = []
+        self.logprobs: list[ChosenLogprob] | None = None
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.last_s: float | None = None
+
+    def take(self, output: TokenOutput) -> tuple[list[int], str]:
+        """Adds a step's tokens; returns those that count, and the text that is certain now.
+
+        Sets `finish_reason` at the end, which a stop string may bring before the engine does.
+        """
+        if not self.token_ids:
+            self.num_cached_tokens = output.num_cached_tokens
+        token_ids, text = output.token_ids, ""
+        self.finish_reason = output.finish_reason
+        # A stop token counts as generated, but is no text.
+        ends_in_stop_token = output.finish_reason == "stop" and bool(token_ids)
+        if ends_in_stop_token and token_ids[-1] in self.stream.params.stop_token_ids:
+            self.stop_reason = token_ids[-1]
+        if self.detokenizer is not None:
+            text = self.detokenizer.push(token_ids[:-1] if ends_in_stop_token else token_ids)
+            if self.detokenizer.stop_reason is not None:
+                token_ids = token_ids[: self.detokenizer.num_tokens - len(self.token_ids)]
+                self.finish_reason = "stop"
+                self.stop_reason = self.detokenizer.stop_reason
+            elif output.finish_reason is not None:
+                text += self.detokenizer.finish()
+        self.token_ids += token_ids
+        if text:
+            self.pieces.append(text)
+        return token_ids, text
+
+    def finish(self, reason: FinishReason) -> str:
+        """Breaks off with the text so far; returns what of it was held back."""
+        self.finish_reason = reason
+        text = self.detokenizer.finish() if self.detokenizer is not None else ""
+        if text:
+            self.pieces.append(text)
+        return text
+
+    def choice(self) -> Choice:
+        assert self.finish_reason is not None
+        return Choice(
+            index=self.index,
+            text="".join(self.pieces),
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=self.logprobs,
+        )
+
+
+class RequestStream:
+    """A request that runs: iterate over its deltas, or await its `result`, not both.
+
+    `aclose` ends the request if it still runs, and so does leaving an `async with` block: one of
+    them must happen. Cancelling one `__anext__` alone does not end it.
+    Raises while iterating: EngineDead, RequestFailed.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        arrival_s: float,
+        break_off: Callable[["RequestStream"], None],
+    ):
+        """`break_off` ends what still runs of the request, in the engine too."""
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.arrival_s = arrival_s
+        self.first_token_s: float | None = None
+        """Since arrival."""
+        self.choices: list[ChoiceState] = []
+        self.error: Exception | None = None
+        self._break_off = break_off
+        self._deltas: collections.deque[Delta] = collections.deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._collecting = False
+
+    @property
+    def finished(self) -> bool:
+        return not self.running()
+
+    def running(self) -> list[ChoiceState]:
+        return [choice for choice in self.choices if choice.finish_reason is None]
+
+    def usage(self) -> Usage:
+        """Of the request so far."""
+        return Usage(
+            prompt_tokens=len(self.prompt_token_ids),
+            completion_tokens=sum(len(choice.token_ids) for choice in self.choices),
+            cached_tokens=min((choice.num_cached_tokens for choice in self.choices), default=0),
+        )
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self.error is not None:
+                raise self.error
+            if self.finished:
+                raise StopAsyncIteration
+            await self._wait()
+        return self._deltas.popleft()
+
+    async def result(self) -> RequestOutput:
+        """The whole request, when it has finished; cancelling this ends it.
+
+        Raises: EngineDead, RequestFailed.
+        """
+        self._collecting = True
+        try:
+            while not self.finished:
+                await self._wait()
+        finally:
+            await self.aclose()
+        if self.error is not None:
+            raise self.error
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            choices=[choice.choice() for choice in self.choices],
+            usage=self.usage(),
+        )
+
+    async def aclose(self) -> None:
+        """Ends the request if it still runs. Deltas that were not read are dropped."""
+        self._break_off(self)
+        self._deltas.clear()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    async def _wait(self) -> None:
+        assert self._waiter is None, "one reader at a time"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    # The client's side
+
+    def deliver(
+        self,
+        choice: ChoiceState,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[ChosenLogprob] | None = None,
+    ) -> None:
+        """Hands the reader what is new of a choice; its last delta tells how the choice ended."""
+        finished = self.finished
+        if self._collecting:
+            if finished:
+                self.wake()
+            return
+        self._deltas.append(
+            Delta(
+                request_id=self.request_id,
+                index=choice.index,
+                text=text,
+                token_ids=token_ids,
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                logprobs=logprobs,
+                usage=self.usage() if finished else None,
+            )
+        )
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def log_line(self) -> str:
+        """How the request went, without its text."""
+        usage = self.usage()
+        first = "never" if self.first_token_s is None else f"after {self.first_token_s:.3f} s"
+        return (
+            f"{self.request_id}: {self.choices[0].finish_reason} after "
+            f"{time.monotonic() - self.arrival_s:.3f} s, first token {first}; "
+            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
+            f"{usage.completion_tokens} generated in {len(self.choices)} choices"
+        )
+
+
+def chosen_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text: Callable[[int], str]
+) -> list[ChosenLogprob]:
+    """Log-probabilities with each token's text; entries beyond `token_ids` are left out."""
+    return [
+        ChosenLogprob(
+            token=text(token_id),
+            token_id=token_id,
+            logprob=entry.logprob,
+            top=[
+                (text(other), other, logprob)
+                for other, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+            ],
+        )
+        for token_id, entry in zip(token_ids, logprobs, strict=False)
+    ]

@@ -1,0 +1,109 @@
+"""Which step shapes are compiled at start, and which of them a batch runs in.
+
+A batch runs in the smallest shape that holds it, so denser buckets waste less padding and cost more start-up time.
+"""
+
+import bisect
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Literal
+
+StepKind = Literal["decode", "mixed"]
+
+
+class SampleKind(enum.IntEnum):
+    """What the sampler computes, cheapest first; a batch takes the least that serves all of its rows."""
+
+    GREEDY = 0
+    """Every row is argmax."""
+    RANDOM = 1
+    """Temperature only."""
+    FILTERED = 2
+    """Also top-k, top-p, min-p."""
+    FULL = 3
+    """Also token masks and log-probabilities."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class StepShape:
+    """The compile key of a forward step."""
+
+    kind: StepKind
+    tokens: int
+    seqs: int
+    pages: int
+    """Width of the page table: pages of the longest sequence there can be."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.tokens} tokens x {self.seqs} sequences"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class SampleShape:
+    """The compile key of a sampling step."""
+
+    kind: SampleKind
+    rows: int
+
+    def __str__(self) -> str:
+        return f"sample {self.kind.name.lower()} x {self.rows}"
+
+
+def ladder(low: int, high: int, dense_from: int = 32) -> list[int]:
+    """Powers of two from `low`, with the halfway points (48, 96, ...) from `dense_from` on, up to and including `high`."""
+    sizes, size = [], low
+    while size < high:
+        sizes.append(size)
+        if size >= dense_from and size + size // 2 < high:
+            sizes.append(size + size // 2)
+        size *= 2
+    return [*sizes, high]
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """All shapes that an engine compiles."""
+
+    decode_seqs: tuple[int, ...]
+    mixed_tokens: tuple[int, ...]
+    max_num_seqs: int
+    pages: int
+
+    @classmethod
+    def choose(
+        cls, *, platform: str, max_num_seqs: int, max_batched_tokens: int, pages: int
+    ) -> "Buckets":
+        """On a CPU few shapes, since padding rows there cost little beside the weights' bytes and compiling is slow."""
+        if platform == "cpu":
+            tokens = sorted({min(max_batched_tokens, t) for t in (32, 128, max_batched_tokens)})
+            return cls(tuple(ladder(1, max_num_seqs)), tuple(tokens), max_num_seqs, pages)
+        seqs = ladder(1, max_num_seqs)
+        tokens = ladder(min(256, max_batched_tokens), max_batched_tokens, dense_from=1024)
+        return cls(tuple(seqs), tuple(tokens), max_num_seqs, pages)
+
+    def steps(self) -> list[StepShape]:
+        decode = [StepShape("decode", s, s, self.pages) for s in self.decode_seqs]
+        mixed = [self._mixed(tokens) for tokens in self.mixed_tokens]
+        return [*decode, *mixed]
+
+    def samples(self) -> list[SampleShape]:
+        rows = sorted({*self.decode_seqs, *(self._mixed(t).seqs for t in self.mixed_tokens)})
+        return [SampleShape(kind, r) for r in rows for kind in SampleKind]
+
+    def _mixed(self, tokens: int) -> StepShape:
+        return StepShape("mixed", tokens, min(tokens, self.max_num_seqs), self.pages)
+
+    def step(self, kind: StepKind, num_tokens: int, num_seqs: int) -> StepShape:
+        """The smallest compiled shape that holds `num_tokens` of `num_seqs` sequences."""
+        if kind == "decode":
+            seqs = _smallest(self.decode_seqs, num_seqs)
+            return StepShape("decode", seqs, seqs, self.pages)
+        # a shape of few tokens has room for as many sequences as tokens, so tokens alone decide
+        return self._mixed(_smallest(self.mixed_tokens, max(num_tokens, num_seqs)))
+
+
+def _smallest(sizes: Sequence[int], need: int) -> int:
+    index = bisect.bisect_left(sizes, need)
+    assert index < len(sizes), f"a step of {need} is over the largest bucket, {sizes[-1]}"
+    return sizes[index]

@@ -1,0 +1,282 @@
+"""Runs steps: compiles every shape at start, keeps what lives on the device, and never compiles afterwards.
+
+A step is two calls, `forward` and `sample`; neither waits for the device. `collect` does, for the sampled tokens.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.execution import sampling, step
+from jaxserve.execution.buckets import Buckets, SampleKind, SampleShape, StepShape
+from jaxserve.memory import kv_cache
+from jaxserve.models.registry import BuiltModel
+from jaxserve.scheduler.sequence import Batch
+from jaxserve.types import ConfigError, TokenLogprobs
+from pallas_kernels.paged_attention.api import Implementation, paged_attention
+
+Progress = Callable[[str, int, int], None]
+"""Called with what was compiled, how many are done, and of how many."""
+
+
+@dataclasses.dataclass
+class Pending:
+    """A step that has been sent to the device and not been read."""
+
+    batch: Batch
+    sampled: sampling.Sampled
+
+
+@dataclasses.dataclass
+class Collected:
+    """A step's tokens, one for each of its batch's `sampling_rows`."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Runner:
+    """The compiled steps, and the device state that they pass on: KV pages and each slot's last token.
+
+    Both are donated to each step and replaced by what it returns.
+    """
+
+    def __init__(
+        self,
+        model: BuiltModel,
+        mesh: jax.sharding.Mesh,
+        buckets: Buckets,
+        *,
+        page_size: int,
+        kv_dtype: jnp.dtype,
+        attention: Implementation,
+    ):
+        self.model = model
+        self.buckets = buckets
+        self.page_size = page_size
+        self.num_pages = 0
+        self.compile_s = 0.0
+        self._mesh = mesh
+        self._attention = attention
+        self._kv_dtype = kv_dtype
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._kv_sharding = model.placement.sharding((None, None, "kv_heads", None))
+        self._steps: dict[StepShape, Any] = {}
+        self._samples: dict[SampleShape, Any] = {}
+        self._packer = step.Packer(buckets.max_num_seqs, buckets.pages)
+        self._leaves: tuple[jax.Array, ...] = ()
+        self._kv: tuple[jax.Array, ...] = ()
+        self._last_token: jax.Array | None = None
+
+    # ---- start-up
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._steps) + len(self._samples)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers, on each device."""
+        shape = self._kv_sharding.shard_shape(self._kv_shape(1))
+        return int(np.prod(shape)) * self._kv_dtype.itemsize * self.model.config.num_layers
+
+    def choose_num_pages(self, wanted: int | None, usable_bytes: int, is_cpu: bool) -> None:
+        """Decides how many KV pages there are, from what weights and steps leave of `usable_bytes` on each device.
+
+        Compiles the largest step to learn the temporaries that steps need.
+        Raises: ConfigError when not even one sequence of one page fits.
+        """
+        most = self.buckets.max_num_seqs * self.buckets.pages + 1
+        if wanted is not None:
+            self.num_pages = min(wanted, most)
+            return
+        weight_bytes = sum(
+            int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+            for leaf in self.model.abstract.values()
+        )
+        left = usable_bytes - weight_bytes
+        largest = max(self.buckets.steps(), key=lambda shape: shape.tokens)
+        reserve = left // 8
+        if is_cpu:
+            reserve = max(left - kv_cache.CPU_KV_BYTES, reserve)
+        for _ in range(3):
+            pages = min(kv_cache.round_down((left - reserve) // self.page_bytes, 5), most)
+            if pages < 2:
+                raise ConfigError(
+                    f"memory_fraction leaves {max(left, 0) >> 20} MiB a device beside "
+                    f"{weight_bytes >> 20} MiB of weights; not enough for KV pages of {self.page_bytes >> 10} KiB"
+                )
+            self.num_pages = pages
+            self._compile_step(largest)
+            temporary = self._steps[largest].memory_analysis().temp_size_in_bytes
+            if temporary <= reserve:
+                return
+            del self._steps[largest]
+            reserve = int(temporary * 1.1)
+        raise ConfigError(f"a step of {largest} needs {temporary >> 20} MiB beside weights; lower max_batched_tokens")
+
+    def compile(self, progress: Progress) -> None:
+        """Compiles every shape; the compiler's own threads run side by side."""
+        started = time.monotonic()
+        steps = [shape for shape in self.buckets.steps() if shape not in self._steps]
+        # the slowest first, so that none is left to run alone at the end
+        steps.sort(key=lambda shape: (shape.kind, shape.tokens), reverse=True)
+        work: list[tuple[Callable[[Any], None], Any]] = [(self._compile_step, s) for s in steps]
+        work += [(self._compile_sample, s) for s in self.buckets.samples()]
+        with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
+            futures = {threads.submit(function, shape): shape for function, shape in work}
+            done = concurrent.futures.as_completed(futures)
+            for count, future in enumerate(done, start=1):
+                future.result()
+                progress(str(futures[future]), count, len(futures))
+        self.compile_s += time.monotonic() - started
+
+    def start(self, leaves: Sequence[jax.Array]) -> None:
+        """Takes the parameters (in the order of `model.abstract`) and allocates the KV pages."""
+        self._leaves = tuple(leaves)
+        self._kv = kv_cache.allocate(
+            self._kv_shape(self.num_pages),
+            self.model.config.num_layers,
+            self._kv_dtype,
+            self._kv_sharding,
+        )
+        self._last_token = jax.device_put(
+            np.zeros(self.buckets.max_num_seqs, np.int32), self._replicated
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the whole cache, over all devices."""
+        return sum(pages.nbytes for pages in self._kv)
+
+    # ---- steps
+
+    def forward(self, batch: Batch) -> jax.Array:
+        """Sends the batch's step to the device: KV written, logits of each row's last token, f32[rows, V]."""
+        shape = self.buckets.step(batch.kind, batch.num_tokens, len(batch.rows))
+        packed = self._packer.pack(batch, shape)
+        logits, self._kv = self._steps[shape](self._leaves, self._kv, self._last_token, packed)
+        return logits
+
+    def sample(self, batch: Batch, logits: jax.Array) -> Pending:
+        """Sends the sampling of the batch's rows to the device; the tokens stay there for the next step too."""
+        num_rows, vocab_size = logits.shape
+        kind, packed, masks = self._packer.pack_sampling(batch, num_rows, vocab_size)
+        arguments = (packed,) if masks is None else (packed, masks)
+        compiled = self._samples[SampleShape(kind, num_rows)]
+        sampled, self._last_token = compiled(logits, self._last_token, *arguments)
+        for array in sampled:
+            if array.size:
+                array.copy_to_host_async()
+        return Pending(batch, sampled)
+
+    def collect(self, pending: Pending) -> Collected:
+        """Waits for a step's tokens."""
+        batch = pending.batch
+        # the sampler ran over all rows of the step
+        rows = [r for r, row in enumerate(batch.rows) if row.samples]
+        tokens = np.asarray(pending.sampled.tokens)[rows].tolist()
+        if not pending.sampled.logprobs.size:
+            return Collected(tokens, [None] * len(tokens))
+        chosen = np.asarray(pending.sampled.logprobs)
+        top_ids = np.asarray(pending.sampled.top_ids)
+        top = np.asarray(pending.sampled.top_logprobs)
+        logprobs: list[TokenLogprobs | None] = []
+        for r, row in zip(rows, batch.sampling_rows, strict=True):
+            n = row.sequence.request.sampling.logprobs
+            logprobs.append(
+                None
+                if n is None
+                else TokenLogprobs(float(chosen[r, 0]), top_ids[r, :n].tolist(), top[r, :n].tolist())
+            )
+        return Collected(tokens, logprobs)
+
+    # ---- compiling
+
+    def _kv_shape(self, num_pages: int) -> tuple[int, int, int, int]:
+        config = self.model.config
+        return kv_cache.kv_shape(num_pages, self.page_size, self.model.kv_heads, config.head_dim)
+
+    def _array(self, shape: Sequence[int], dtype: Any, sharding: NamedSharding | None = None):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self._replicated)
+
+    def _compile_step(self, shape: StepShape) -> None:
+        kv = tuple(
+            self._array(self._kv_shape(self.num_pages), self._kv_dtype, self._kv_sharding)
+            for _ in range(self.model.config.num_layers)
+        )
+        function = functools.partial(self._forward, shape=shape)
+        jitted = jax.jit(
+            _named(function, f"forward_{shape.kind}_{shape.tokens}x{shape.seqs}"),
+            donate_argnums=1,
+            out_shardings=(self._replicated, self._kv_sharding),
+        )
+        lowered = jitted.lower(
+            tuple(self.model.abstract.values()),
+            kv,
+            self._array((self.buckets.max_num_seqs,), jnp.int32),
+            self._array((step.packed_size(shape),), jnp.int32),
+        )
+        self._steps[shape] = lowered.compile()
+
+    def _compile_sample(self, shape: SampleShape) -> None:
+        vocab_size = self.model.config.vocab_size
+        arguments = [
+            self._array((shape.rows, vocab_size), jnp.float32),
+            self._array((self.buckets.max_num_seqs,), jnp.int32),
+            self._array((len(step.SAMPLE_FIELDS), shape.rows), jnp.int32),
+        ]
+        if shape.kind == SampleKind.FULL:
+            arguments.append(self._array((shape.rows, -(-vocab_size // 32)), jnp.uint32))
+        function = functools.partial(_sample, kind=shape.kind)
+        jitted = jax.jit(
+            _named(function, f"sample_{shape.kind.name.lower()}_{shape.rows}"),
+            donate_argnums=1,
+            out_shardings=self._replicated,
+        )
+        self._samples[shape] = jitted.lower(*arguments).compile()
+
+    def _forward(self, leaves, kv, last_token, packed, *, shape: StepShape):
+        token_ids, positions, meta, logit_rows = step.unpack(
+            packed, last_token, shape, self.page_size
+        )
+
+        def attend(layer, q, k, v, kv_pages, *, sliding_window, sm_scale):
+            del layer
+            return paged_attention(
+                q,
+                k,
+                v,
+                kv_pages,
+                meta,
+                sm_scale=sm_scale,
+                kind=shape.kind,
+                sliding_window=sliding_window,
+                impl=self._attention,
+                mesh=self._mesh,
+            )
+
+        model = self.model.merge(leaves)
+        hidden, kv = model.forward(token_ids, positions, kv, attend)
+        if shape.kind == "mixed":
+            hidden = hidden[logit_rows]
+        return model.logits(hidden), kv
+
+
+def _sample(logits, last_token, packed, mask=None, *, kind: SampleKind):
+    sampled = sampling.sample(logits, packed, mask, kind)
+    return sampled, last_token.at[packed[0]].set(sampled.tokens, mode="drop")
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Gives a partial the name that profiles, and the compile cache's files, show."""
+    function.__name__ = name  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,78 @@
+"""Grouped-query attention (arXiv:2305.13245) around a paged kernel that the caller brings."""
+
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxserve.layers.linear import linear
+from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.parameter import parameter
+from jaxserve.layers.rope import rotate
+from sharding.place import Placement
+
+
+class Attention(nnx.Module):
+    """Projections, optional norms of q and k, rotary positions; the attending itself is the caller's.
+
+    Weights are grouped by kv head, so that splitting kv heads over devices keeps q, k and v of a group together:
+    ```
+    qkv [K, G+2, H, D]:  kv head 0: q q .. q k v | kv head 1: q q .. q k v | ...
+                                    G times
+    o   [D, K, G, H]
+    ```
+    K is the number of kv heads as stored (see `ModelConfig.stored_kv_heads`); N = K G.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm_eps: float | None,
+        placement: Placement,
+        dtype: DTypeLike,
+    ):
+        self.group = num_heads // num_kv_heads
+        self.placement = placement
+        qkv_shape = (num_kv_heads, self.group + 2, head_dim)
+        qkv_axes = ("kv_heads", "group", "head")
+        self.qkv = parameter((*qkv_shape, width), (*qkv_axes, "embed"), dtype, fan_in=width)
+        self.qkv_bias = parameter(qkv_shape, qkv_axes, dtype, fan_in=width) if qkv_bias else None
+        self.q_norm, self.k_norm = (
+            None if qk_norm_eps is None else RMSNorm(head_dim, "head", qk_norm_eps, dtype)
+            for _ in "qk"
+        )
+        self.o = parameter(
+            (width, num_kv_heads, self.group, head_dim),
+            ("embed", "kv_heads", "group", "head"),
+            dtype,
+            fan_in=num_heads * head_dim,
+        )
+        self.o_bias = parameter((width,), ("embed",), dtype, fan_in=width) if o_bias else None
+
+    def project(
+        self, x: Float[Array, "T D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+        """Queries, keys and values of the tokens, with their positions turned in."""
+        qkv = linear(x, self.qkv.get_value(), self.placement)
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias.get_value()
+        qkv = self.placement.constrain(qkv, ("tokens", "kv_heads", "group", "head"))
+        q, k, v = qkv[:, :, : self.group], qkv[:, :, self.group], qkv[:, :, self.group + 1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q.reshape(q.shape[0], -1, q.shape[-1]), k, v  # [T, K, G, H] -> [T, N, H]
+
+    def output(self, o: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+        """Back to model width: summed over heads, and over the devices that share them."""
+        weight = self.o.get_value()
+        # As matrices: given three contracted dimensions XLA may reorder them, and copies the weight to do so.
+        o = o.reshape(o.shape[0], -1)
+        x = linear(o, weight.reshape(weight.shape[0], -1), self.placement)
+        x = self.placement.constrain(x, ("tokens", "embed"))
+        return x if self.o_bias is None else x + self.o_bias.get_value()

@@ -1,0 +1,157 @@
+"""The prefix cache: a tree of KV pages, each found by its tokens and those of all pages before it.
+
+Every page in the tree is one node, a page's id is its node's name, and the tree is one flat dict:
+
+    (root, tokens of page 0) -> 7      (7, tokens of page 1) -> 3      (7, other tokens) -> 12
+
+A root is a tuple of what keeps equal tokens from sharing: salt, adapter, version of the weights. To
+share prefixes by a tree with least recently used leaves is RadixAttention's idea (arXiv:2312.07104,
+section 3).
+
+Pages of the tree hold one reference each in the pool. Whoever uses a page uses all pages above it
+and holds a reference to each (`lock`), so a page with one reference is unlocked, and so is all that
+hangs below it.
+"""
+
+import heapq
+from array import array
+from collections.abc import Sequence
+
+from jaxserve.memory.page_pool import PagePool
+
+Node = tuple | int
+"""A root or a page."""
+
+
+class RadixCache:
+    """Finds the pages that hold the KV of given tokens; evicts the least recently used leaves."""
+
+    def __init__(self, pool: PagePool, page_size: int):
+        self.pool = pool
+        self.page_size = page_size
+        self.nodes: dict[tuple[Node, bytes], int] = {}
+        self.keys: list[tuple[Node, bytes] | None] = [None] * pool.num_pages
+        """Each page's key in `nodes`, (page or root above, tokens); None: not in the tree."""
+        self.num_children = [0] * pool.num_pages
+        self.last_used = [0] * pool.num_pages
+        """The clock when a user last let go of the page as the deepest it had."""
+        self.clock = 0
+        self.leaves: list[tuple[int, int]] = []
+        """Heap of (last used, page): every unlocked leaf, and outdated entries, to be skipped."""
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def num_unlocked(self) -> int:
+        """Pages that nobody but the tree holds: what `evict` can free."""
+        return len(self.nodes) - self.pool.num_shared
+
+    def match(self, root: tuple, token_ids: Sequence[int]) -> list[int]:
+        """Pages of the longest cached prefix of `token_ids`, in order, not locked yet.
+
+        Leaves at least one token to compute, since a sequence needs the logits of its last.
+        """
+        pages: list[int] = []
+        size = self.page_size
+        above: Node = root
+        for end in range(size, len(token_ids), size):
+            page = self.nodes.get((above, _key(token_ids[end - size : end])))
+            if page is None:
+                break
+            pages.append(page)
+            above = page
+        return pages
+
+    def insert(self, above: Node, token_ids: Sequence[int], page: int) -> int:
+        """Adds `page`, the KV of `token_ids`, below `above`, a root or a page in the tree.
+
+        Returns the page that the tree has there now: `page`, which its holder thereby has locked,
+        or the one with the same content that was there before; then nothing has changed.
+        """
+        assert len(token_ids) == self.page_size, f"{len(token_ids)} tokens are not a whole page"
+        key = (above, _key(token_ids))
+        existing = self.nodes.setdefault(key, page)
+        if existing == page:
+            assert self.keys[page] is None, f"page {page} is in the tree already"
+            self.keys[page] = key
+            self.pool.retain((page,))
+            if isinstance(above, int):
+                self.num_children[above] += 1
+        return existing
+
+    def lock(self, pages: Sequence[int]) -> None:
+        """Keeps `pages`, a path from a root or the next page of one, from being evicted."""
+        self.pool.retain(pages)
+
+    def unlock(self, pages: Sequence[int]) -> None:
+        """Ends a lock on `pages`, a whole path from a root down."""
+        self.pool.release(pages)
+        if pages:
+            self.clock += 1
+            self.last_used[pages[-1]] = self.clock
+            self._offer(pages[-1])
+
+    def evict(self, num_pages: int) -> int:
+        """Frees up to `num_pages` pages, least recently used leaves first; returns how many."""
+        num_freed = 0
+        while num_freed < num_pages and self.leaves:
+            used, page = heapq.heappop(self.leaves)
+            key = self.keys[page]
+            if key is None or used != self.last_used[page] or not self._evictable(page):
+                continue
+            above = key[0]
+            del self.nodes[key]
+            self.keys[page] = None
+            self.last_used[page] = 0
+            self.pool.release((page,))
+            num_freed += 1
+            if isinstance(above, int):
+                self.num_children[above] -= 1
+                self.last_used[above] = max(used, self.last_used[above])
+                self._offer(above)
+        return num_freed
+
+    def check(self) -> None:
+        """Asserts that the tree is whole and that `evict` will find every unlocked leaf."""
+        children = [0] * self.pool.num_pages
+        for key, page in self.nodes.items():
+            assert self.keys[page] == key, f"page {page}: {self.keys[page]} is not {key}"
+            above = key[0]
+            if isinstance(above, int):
+                children[above] += 1
+                assert self.keys[above] is not None, (
+                    f"page {page} hangs below {above}, not in the tree"
+                )
+                refs = self.pool.refs
+                assert refs[above] >= min(refs[page], 2), (
+                    f"page {page} is locked, {above} above is not"
+                )
+        assert children == self.num_children, f"children {children}, counted {self.num_children}"
+        num_keys = sum(key is not None for key in self.keys)
+        assert num_keys == len(self.nodes), f"{num_keys} keys, {len(self.nodes)} nodes"
+        found = set(self.leaves)
+        for page in self.nodes.values():
+            offered = (self.last_used[page], page) in found
+            assert offered or not self._evictable(page), (
+                f"page {page} could be evicted, not offered"
+            )
+
+    def _evictable(self, page: int) -> bool:
+        return self.num_children[page] == 0 and self.pool.refs[page] == 1
+
+    def _offer(self, page: int) -> None:
+        """Enters `page` for eviction if it's an unlocked leaf."""
+        if not self._evictable(page):
+            return
+        if len(self.leaves) > 2 * len(self.nodes):
+            self.leaves = [
+                (self.last_used[p], p) for p in self.nodes.values() if self._evictable(p)
+            ]
+            heapq.heapify(self.leaves)
+        else:
+            heapq.heappush(self.leaves, (self.last_used[page], page))
+
+
+def _key(token_ids: Sequence[int]) -> bytes:
+    return array("i", token_ids).tobytes()

@@ -1,0 +1,49 @@
+"""In which order waiting sequences are admitted: one function per policy.
+
+Each gets the waiting sequences, preempted ones first and then by arrival, and a function that says
+how many pages of one the prefix cache has. It returns a list of its own in the order of admission.
+The first that can't be admitted ends a round, so nothing that is small overtakes what is large for
+being small.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from jaxserve.scheduler.sequence import Sequence
+
+Policy = Callable[[list[Sequence], Callable[[Sequence], int]], list[Sequence]]
+
+WINDOW = 32
+"""How far down the line `longest_prefix` looks."""
+MAX_OVERTAKEN = 32
+"""After how many others the first in line goes before any other, under `longest_prefix`."""
+
+
+def fcfs(waiting: list[Sequence], num_matched: Callable[[Sequence], int]) -> list[Sequence]:
+    """First come, first served."""
+    return list(waiting)
+
+
+def longest_prefix(
+    waiting: list[Sequence], num_matched: Callable[[Sequence], int]
+) -> list[Sequence]:
+    """Most cached pages first among the first WINDOW, so that a prefix is used before it's evicted.
+
+    Nothing starves: the first in line is overtaken MAX_OVERTAKEN + WINDOW times at most, and the
+    line moves up.
+    """
+    window, rest = waiting[:WINDOW], waiting[WINDOW:]
+    if window and window[0].num_overtaken >= MAX_OVERTAKEN:
+        return window[:1] + sorted(window[1:], key=num_matched, reverse=True) + rest
+    return sorted(window, key=num_matched, reverse=True) + rest
+
+
+def priority(waiting: list[Sequence], num_matched: Callable[[Sequence], int]) -> list[Sequence]:
+    """Lowest `priority` first, then by arrival.
+
+    A steady stream of urgent requests starves the others, as asked.
+    """
+    return sorted(waiting, key=attrgetter("request.priority"))
+
+
+POLICIES: dict[str, Policy] = {"fcfs": fcfs, "longest-prefix": longest_prefix, "priority": priority}

@@ -1,0 +1,317 @@
+"""The vocabulary that every part of jaxserve shares: parameters, requests, outputs, errors. Imports no jax.
+
+Everything here is frozen. What a user may leave open is `None` in `SamplingParams`; `TokenSampling` is the same after
+`resolve`, with every value decided, and is all that the engine ever sees.
+"""
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096
+"""Of all stop strings of a request together."""
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_SEED = 2**63 - 1
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class InvalidRequest(ValueError):
+    """A request that can't be served as written; `field` names what is wrong (HTTP 400, INVALID_ARGUMENT)."""
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class ContextExceeded(InvalidRequest):
+    """Prompt, or prompt and max_tokens, need more than the context or the KV memory holds."""
+
+
+class ModelNotFound(InvalidRequest):
+    """The request names a model that is not served here (HTTP 404, NOT_FOUND)."""
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as are allowed to (HTTP 429, RESOURCE_EXHAUSTED)."""
+
+    def __init__(self, limit: int, retry_after_s: int = 1):
+        super().__init__(f"{limit} requests are in flight already, which is the limit; retry in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class EngineDead(RuntimeError):
+    """The engine ended, or is being shut down; nothing can be served (HTTP 503, UNAVAILABLE)."""
+
+
+class RequestFailed(RuntimeError):
+    """The engine gave one request up and goes on (HTTP 500, INTERNAL)."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that can't be loaded as it is: says which file or tensor and why."""
+
+
+class UnsupportedModel(ValueError):
+    """A model family, or a key of its config, that nothing here handles."""
+
+
+class ConfigError(ValueError):
+    """An engine or server setting that can't hold; names the field, its value and what is allowed."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to sample, as a user states it; `None` takes the model's `generation_config.json`, else OpenAI's default.
+
+    Raises: InvalidRequest naming the field, from the constructor.
+    """
+
+    max_tokens: int | None = None
+    """Most tokens to generate; None: until the context is full (16 in /v1/completions, as OpenAI has it)."""
+    min_tokens: int = 0
+    """No stop token, stop string or end of text before this many tokens."""
+    temperature: float | None = None
+    """0 is greedy. 0 to 2."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens; 0 or -1: all."""
+    top_p: float | None = None
+    """Keep the likeliest tokens whose probabilities sum to this. Over 0, up to 1."""
+    min_p: float | None = None
+    """Drop tokens less likely than this times the likeliest. 0 to 1."""
+    seed: int | None = None
+    """Same seed, same prompt: same tokens, whatever else runs. None: a fresh one."""
+    stop: tuple[str, ...] | str = ()
+    """Generation ends before the first of these strings; they are never part of the text."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends at any of these tokens."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-text tokens."""
+    logprobs: int | None = None
+    """Log-probability of each generated token, and of this many likeliest alternatives (0 to 20)."""
+    n: int = 1
+    """Choices for the prompt."""
+
+    def __post_init__(self):
+        def need(field: str, holds: bool, allowed: str):
+            if not holds:
+                raise InvalidRequest(field, f"is {getattr(self, field)!r}; allowed: {allowed}")
+
+        def whole(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        def real(value: Any) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        for field in ("stop", "stop_token_ids"):
+            if isinstance(getattr(self, field), list):
+                msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
+        need("max_tokens", self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= 1), "1 or more")
+        need("min_tokens", whole(self.min_tokens) and self.min_tokens >= 0, "0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
+        need("temperature", self.temperature is None or (real(self.temperature) and 0 <= self.temperature <= 2), "0 to 2")
+        need("top_k", self.top_k is None or (whole(self.top_k) and -1 <= self.top_k < 2**31), "-1, 0 or more")
+        need("top_p", self.top_p is None or (real(self.top_p) and 0 < self.top_p <= 1), "over 0, up to 1")
+        need("min_p", self.min_p is None or (real(self.min_p) and 0 <= self.min_p <= 1), "0 to 1")
+        need("seed", self.seed is None or (whole(self.seed) and -MAX_SEED <= self.seed <= MAX_SEED), "a 64-bit integer")
+        need("stop", isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest("stop", f"has {len(self.stop)} strings; allowed: at most {MAX_STOP_STRINGS}")
+        if (length := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest("stop", f"has {length} characters; allowed: at most {MAX_STOP_CHARACTERS}")
+        need(
+            "stop_token_ids",
+            isinstance(self.stop_token_ids, tuple) and all(whole(t) and t >= 0 for t in self.stop_token_ids),
+            "token ids",
+        )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                "stop_token_ids", f"has {len(self.stop_token_ids)} ids; allowed: at most {MAX_STOP_TOKEN_IDS}"
+            )
+        need("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
+        need(
+            "logprobs", self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            f"0 to {MAX_LOGPROBS}",
+        )
+        need("n", whole(self.n) and 1 <= self.n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
+
+
+class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """`SamplingParams` with everything decided, for one choice: what the engine samples by."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Ends the sequence; the model's end-of-text ids are among them unless `ignore_eos`."""
+    logprobs: int | None = None
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to compute, as it travels to the engine: one prompt, one choice."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: TokenSampling
+    priority: int = 0
+    """Lower runs first, under the policy `priority`."""
+    arrival_s: float = 0.0
+    """time.monotonic() where it arrived."""
+    cache_salt: str = ""
+    """Requests share computed prefixes only with requests of the same salt."""
+    adapter: str = ""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one generated token, natural log, of the distribution before temperature and filters."""
+
+    logprob: float
+    """Of the token that was sampled."""
+    top_ids: list[int]
+    """Likeliest tokens, best first; as many as the request asked for."""
+    top_logprobs: list[float]
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did for one request, as it travels from the engine."""
+
+    request_id: str
+    token_ids: list[int]
+    """New tokens, a stop token included."""
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache, at first admission."""
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    """Why, when finish_reason is `error`."""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Of prompt_tokens, how many the prefix cache had."""
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class ChosenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One generated token with its log-probability and alternatives, as text and id."""
+
+    token: str
+    token_id: int
+    logprob: float
+    top: list[tuple[str, int, float]] = []
+    """(text, id, logprob), best first."""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished choice of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended it, when one that the request named did."""
+    logprobs: list[ChosenLogprob] | None = None
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished request. `text`, `token_ids`, `finish_reason` are those of its first choice."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a streamed request: text that is new since the last delta of the same choice."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[ChosenLogprob] | None = None
+    usage: Usage | None = None
+    """Set on the request's last delta (of its last choice to finish): usage of the whole request."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine serves and how it is set up, told once when it is ready."""
+
+    model: str
+    model_type: str
+    vocab_size: int
+    num_parameters: int
+    weight_bytes: int
+    max_model_len: int
+    """Most tokens of a sequence, prompt and generated."""
+    max_request_tokens: int
+    """The same, also bounded by the KV pages there are: what a request may need at most."""
+    max_num_seqs: int
+    num_pages: int
+    page_size: int
+    kv_bytes: int
+    platform: str
+    device_kind: str
+    mesh: dict[str, int]
+    dtype: str
+    attention: str
+    num_compiled: int
+    compile_s: float
+    load_s: float
+    startup_s: float
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's counters since it started, and its gauges now."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    pages_used: int = 0
+    """Held by sequences (pages that only the prefix cache holds count as free)."""
+    pages_cached: int = 0
+    pages_total: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    """Of admitted requests, cached ones included."""
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    """Tokens that went through the model, recomputed ones included."""
+    generated_tokens: int = 0
+    num_runtime_compiles: int = 0
+    """Compilations after start-up: always 0, or it's a fault."""

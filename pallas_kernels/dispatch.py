@@ -1,0 +1,19 @@
+"""Which implementation of a kernel to use on which device: one visible rule, no probing."""
+
+from pallas_kernels.paged_attention.api import Implementation
+from pallas_kernels.paged_attention.meta import AttentionSpec
+
+
+def choose(platform: str, device_kind: str, case: AttentionSpec) -> Implementation:
+    """The fastest implementation of paged attention that does `case` on this device.
+
+    platform and device_kind are `jax.Device`'s (cpu, gpu or tpu; "NVIDIA H200", "TPU v5 lite").
+    case has one device's sizes. On a GPU it is the reference until the GPU kernel is measured.
+    """
+    if platform == "tpu":
+        from pallas_kernels.paged_attention import tpu
+
+        return "tpu" if tpu.unsupported(case) is None else "reference"
+    if platform in ("cpu", "gpu", "cuda"):
+        return "reference"
+    raise ValueError(f"platform is {platform!r}; allowed: cpu, gpu, tpu (device: {device_kind!r})")

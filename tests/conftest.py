@@ -1,0 +1,12 @@
+"""Settings that every test runs under: eight CPU devices, float32 matmuls, compiled programs kept between runs."""
+
+import os
+import pathlib
+
+# Before jax is first imported, here and in the engine processes that tests start.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent.parent / ".cache" / "tests-compiled")
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"

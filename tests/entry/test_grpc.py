@@ -1,0 +1,262 @@
+"""The gRPC server over a fake engine, on a loopback port."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from server_fakes import REPLY, Served, serving
+
+from jaxserve.entry.proto import generate, jaxserve_pb2_grpc
+from jaxserve.entry.proto import jaxserve_pb2 as pb
+
+METHOD = "/jaxserve.v1.Inference/Generate"
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with serving(max_body_bytes=100_000) as served:
+        yield served
+
+
+@pytest.fixture
+async def channel(served: Served) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(served.target) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> Any:
+    return jaxserve_pb2_grpc.InferenceStub(channel)
+
+
+def text_of(responses: list[pb.GenerateResponse], index: int = 0) -> str:
+    return "".join(r.text for r in responses if r.index == index)
+
+
+async def refused(call: Any) -> grpc.aio.AioRpcError:
+    """The error of a call that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if hasattr(call, "read"):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        else:
+            await call
+    return caught.value
+
+
+def test_generated_files_are_current():
+    assert generate.stale() == []
+
+
+async def test_generate_streams(stub, served: Served):
+    served.engine.cached = 1
+    request = pb.GenerateRequest(text="ab")
+    responses = [r async for r in stub.Generate(request)]
+    assert text_of(responses) == (REPLY * 2).encode()[:16].decode()  # 16, as over HTTP
+    assert [r.finish_reason for r in responses[:-1]] == [0] * (len(responses) - 1)
+    assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert not responses[0].HasField("usage")
+    usage = responses[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (2, 16, 1)
+    assert len({r.request_id for r in responses}) == 1
+
+
+async def test_generate_from_tokens_with_choices_stop_and_logprobs(stub):
+    request = pb.GenerateRequest(
+        tokens=pb.TokenIds(ids=[1, 2, 3]),
+        sampling=pb.SamplingParams(n=2, stop=["wör"], logprobs=2),
+        request_id="mine",
+    )
+    responses = [r async for r in stub.Generate(request)]
+    assert {r.request_id for r in responses} == {"mine"}
+    for index in range(2):
+        assert text_of(responses, index) == "Hello, "
+        last = [r for r in responses if r.index == index][-1]
+        assert last.finish_reason == pb.FINISH_REASON_STOP
+        assert last.WhichOneof("stopped_at") == "stop_string"
+        assert last.stop_string == "wör"
+    assert responses[0].logprobs[0].token == "H"
+    assert len(responses[0].logprobs[0].top) == 2
+    assert sum(r.HasField("usage") for r in responses) == 1
+
+
+async def test_chat_uses_the_template_and_the_whole_context(stub, served: Served):
+    served.engine.ends = True
+    messages = [pb.Message(role="system", content="s"), pb.Message(role="user", content="u")]
+    responses = [r async for r in stub.Chat(pb.ChatRequest(messages=messages))]
+    assert text_of(responses) == REPLY
+    request = served.engine.requests[-1]
+    assert len(request.token_ids) == len("<system>s\n<user>u\n<assistant>")
+    assert request.sampling.max_tokens == 256 - len(request.token_ids)
+
+
+async def test_unset_is_not_zero(stub, served: Served):
+    for sampling in (pb.SamplingParams(), pb.SamplingParams(temperature=0)):
+        async for _ in stub.Generate(pb.GenerateRequest(text="a", sampling=sampling)):
+            pass
+    assert [r.sampling.temperature for r in served.engine.requests] == [1.0, 0.0]
+    error = await refused(
+        stub.Generate(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=0)))
+    )
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        (pb.GenerateRequest(), "INVALID_ARGUMENT", "prompt"),
+        (pb.GenerateRequest(text=""), "INVALID_ARGUMENT", "prompt"),
+        (pb.GenerateRequest(text="a", model="other"), "NOT_FOUND", "other"),
+        (pb.GenerateRequest(text="a", request_id=""), "INVALID_ARGUMENT", "request_id"),
+        (pb.GenerateRequest(text="a", request_id="x" * 200), "INVALID_ARGUMENT", "request_id"),
+        (pb.GenerateRequest(text="a" * 300), "INVALID_ARGUMENT", "300"),
+        (pb.GenerateRequest(tokens=pb.TokenIds(ids=[258])), "INVALID_ARGUMENT", "258"),
+        (
+            pb.GenerateRequest(text="a", sampling=pb.SamplingParams(temperature=float("nan"))),
+            "INVALID_ARGUMENT",
+            "temperature",
+        ),
+        (
+            pb.GenerateRequest(text="a", sampling=pb.SamplingParams(n=-1)),
+            "INVALID_ARGUMENT",
+            "n: ",
+        ),
+        (
+            pb.GenerateRequest(text="a", sampling=pb.SamplingParams(stop=["x"] * 1000)),
+            "INVALID_ARGUMENT",
+            "stop",
+        ),
+    ],
+    ids=range(10),
+)
+async def test_bad_requests(stub, served: Served, request_: Any, code: str, words: str):
+    error = await refused(stub.Generate(request_))
+    assert error.code().name == code
+    assert words in (error.details() or "")
+    assert served.engine.requests == []
+
+
+async def test_bad_chats(stub):
+    for messages in ([], [pb.Message(role="robot", content="a")]):
+        error = await refused(stub.Chat(pb.ChatRequest(messages=messages)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "messages" in (error.details() or "")
+
+
+async def test_bytes_that_are_no_request_are_the_callers_fault(channel: grpc.aio.Channel):
+    call = channel.unary_stream(METHOD, request_serializer=bytes, response_deserializer=bytes)
+    unknown_field = pb.GenerateRequest(text="a").SerializeToString() + b"\xf8\x06\x01"
+    for data in (b"\xff\xff\xff", b"\x0a\x02\xff\xfe", unknown_field, b"\x1a\x03\xf8\x06\x01"):
+        error = await refused(call(data))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, data
+
+
+async def test_large_messages_are_refused(stub):
+    error = await refused(stub.Tokenize(pb.TokenizeRequest(text="a" * 200_000)))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_cancel_and_deadline_free_the_request(stub, served: Served):
+    served.engine.step_s = 0.01
+    long = pb.SamplingParams(max_tokens=200)
+    call = stub.Generate(pb.GenerateRequest(text="a", sampling=long))
+    await call.read()
+    call.cancel()
+    await served.idle()
+    call = stub.Generate(pb.GenerateRequest(text="a", sampling=long), timeout=0.1)
+    error = await refused(call)
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await served.idle()
+    assert len(served.engine.aborted) == 2
+
+
+async def test_abort_by_id(stub, served: Served):
+    served.engine.step_s = 0.01
+    sampling = pb.SamplingParams(max_tokens=200, n=2)
+    call = stub.Generate(pb.GenerateRequest(text="a", sampling=sampling, request_id="r1"))
+    await call.read()
+    again = await refused(stub.Generate(pb.GenerateRequest(text="a", request_id="r1")))
+    assert again.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await stub.Abort(pb.AbortRequest(request_id="r1"))).aborted
+    error = await refused(call)
+    assert error.code() is grpc.StatusCode.ABORTED
+    await served.idle()
+    assert not (await stub.Abort(pb.AbortRequest(request_id="r1"))).aborted
+
+
+async def test_full_queue():
+    async with serving(max_queue=0, set_up=lambda e: setattr(e, "step_s", 0.05)) as served:
+        async with grpc.aio.insecure_channel(served.target) as channel:
+            stub: Any = jaxserve_pb2_grpc.InferenceStub(channel)
+            calls = [stub.Generate(pb.GenerateRequest(text="a")) for _ in range(4)]
+            for call in calls:
+                await call.read()
+            error = await refused(stub.Generate(pb.GenerateRequest(text="a")))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            trailers: Any = error.trailing_metadata()
+            assert dict(trailers)["retry-after"] == "1"
+            for call in calls:
+                call.cancel()
+
+
+async def test_dead_engine_is_unavailable(caplog: pytest.LogCaptureFixture):
+    async with serving(set_up=lambda e: setattr(e, "step_s", 0.01)) as served:
+        async with grpc.aio.insecure_channel(served.target) as channel:
+            stub: Any = jaxserve_pb2_grpc.InferenceStub(channel)
+            call = stub.Generate(
+                pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=200))
+            )
+            await call.read()
+            served.engine.die()
+            assert (await refused(call)).code() is grpc.StatusCode.UNAVAILABLE
+            error = await refused(stub.Tokenize(pb.TokenizeRequest(text="a")))
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_model_info_and_tokens(stub):
+    info = await stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (info.model, info.max_model_len, info.mesh["tensor"]) == ("tiny", 256, 1)
+    ids = (await stub.Tokenize(pb.TokenizeRequest(text="wörld"))).token_ids
+    assert len(ids) == 6
+    assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "wörld"
+    error = await refused(stub.Detokenize(pb.DetokenizeRequest(token_ids=[4000])))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_health_and_reflection(channel: grpc.aio.Channel):
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    for name in ("", "jaxserve.v1.Inference"):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    missing = await refused(health.Check(health_pb2.HealthCheckRequest(service="x")))
+    assert missing.code() is grpc.StatusCode.NOT_FOUND
+
+    reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="jaxserve.v1.Inference"),
+    ]
+    services, file = [r async for r in reflection.ServerReflectionInfo(iter(requests))]
+    names = {service.name for service in services.list_services_response.service}
+    assert {"jaxserve.v1.Inference", "grpc.health.v1.Health"} <= names
+    described = descriptor_pb2.FileDescriptorProto.FromString(
+        file.file_descriptor_response.file_descriptor_proto[0]
+    )
+    assert "Generate" in {method.name for method in described.service[0].method}
+
+
+async def test_many_at_once():
+    async with serving(max_queue=100) as served, grpc.aio.insecure_channel(served.target) as channel:
+        stub: Any = jaxserve_pb2_grpc.InferenceStub(channel)
+
+        async def one() -> str:
+            return text_of([r async for r in stub.Generate(pb.GenerateRequest(text="a"))])
+
+        texts = await asyncio.gather(*(one() for _ in range(50)))
+        assert len(set(texts)) == 1
