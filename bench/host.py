@@ -1,4 +1,5 @@
-"""What the host does between two steps, without a device: scheduling, packing and committing, in microseconds a step.
+"""What the host does between two steps, without a device: scheduling, packing and committing, in
+microseconds a step.
 
 Run: python -m bench.host
 """
@@ -17,7 +18,8 @@ from jaxserve.types import Request, TokenSampling
 
 
 def measure(num_seqs: int, context: int, steps: int, temperature: float) -> dict[str, float]:
-    """Steady decoding of `num_seqs` sequences of about `context` tokens, one step of overlap; medians over steps."""
+    """Steady decoding of `num_seqs` sequences of about `context` tokens, one step of overlap;
+    medians over steps."""
     page_size, page_limit = 16, 512
     scheduler = Scheduler(
         SchedulerConfig(

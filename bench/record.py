@@ -1,4 +1,5 @@
-"""How a bench stores what it measured: one JSON file, with the machine, the versions and the command beside the figures."""
+"""How a bench stores what it measured: one JSON file, with the machine, the versions and the
+command beside the figures."""
 
 import datetime
 import importlib.metadata
@@ -34,14 +35,17 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Short hash of HEAD, with '+' when the tree differs from it."""
+    """Short hash of HEAD, with '+' when the tree differs from it; 'unknown' outside a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], capture_output=True, text=True, check=True, cwd=RESULTS.parent
         ).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

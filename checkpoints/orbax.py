@@ -112,9 +112,9 @@ def _compare(path: pathlib.Path, params: Mapping[str, jax.ShapeDtypeStruct]) -> 
     ]
     if differ:
         faults.append(
-            f"{len(differ)} of other shape (kept as stored: repeated kv heads or a padded "
-            "vocabulary of another mesh"
-            f" size need the original checkpoint): {listed(differ)}"
+            f"{len(differ)} of other shape (they are kept as they were stored; repeated kv heads "
+            "or a padded vocabulary, for another mesh, need the original checkpoint): "
+            f"{listed(differ)}"
         )
     if faults:
         raise CheckpointError(f"{path}: the checkpoint does not fit the model: {'; '.join(faults)}")

@@ -1,7 +1,8 @@
 """Every setting, validated in one place: frozen dataclasses whose fields become command-line flags.
 
-A field's `help` is its flag's help text. `None` means "decided from the device and the model at start", and the engine
-says what it decided. The only file that reads environment variables. Imports no jax.
+A field's `help` is its flag's help text. `None` means "decided from the device and the model at
+start", and the engine says what it decided. The only file that reads environment variables. Imports
+no jax.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ def setting(default: Any, help: str) -> Any:
 
 
 def cache_dir() -> pathlib.Path:
-    """Where pulled models and compiled steps are kept: $JAXSERVE_CACHE, else $XDG_CACHE_HOME/jaxserve, else ~/.cache."""
+    """Where pulled models and compiled steps are kept: $JAXSERVE_CACHE, else
+    $XDG_CACHE_HOME/jaxserve, else ~/.cache."""
     if path := os.environ.get("JAXSERVE_CACHE"):
         return pathlib.Path(path)
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -26,7 +28,8 @@ def cache_dir() -> pathlib.Path:
 
 
 def check_choices(config: Any) -> None:
-    """Raises ConfigError for a field whose type is a `Literal` (or `Literal | None`) and whose value isn't in it."""
+    """Raises ConfigError for a field whose type is a `Literal` (or `Literal | None`) and whose
+    value isn't in it."""
     for name, hint in typing.get_type_hints(type(config)).items():
         options: tuple[Any, ...] = ()
         for part in (hint, *typing.get_args(hint)):
@@ -52,15 +55,21 @@ class MeshConfig:
     """How many devices each mesh axis has."""
 
     data: int = setting(1, "copies of the model that share the work (only 1 so far)")
-    expert: int = setting(1, "devices that the experts of a mixture model are spread over (only 1 so far)")
-    tensor: int = setting(1, "devices that every layer is split over; heads, width and experts must divide")
+    expert: int = setting(
+        1, "devices that the experts of a mixture model are spread over (only 1 so far)"
+    )
+    tensor: int = setting(
+        1, "devices that every layer is split over; heads, width and experts must divide"
+    )
 
     def __post_init__(self):
         for name in ("data", "expert", "tensor"):
             check_range(self, name, 1)
         for name in ("data", "expert"):
             if getattr(self, name) != 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; allowed: 1 (no model here uses this axis yet)")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; allowed: 1 (no model uses this axis yet)"
+                )
 
     @property
     def num_devices(self) -> int:
@@ -72,25 +81,50 @@ class EngineConfig:
     """What to serve and how. Raises ConfigError from the constructor."""
 
     model: str = setting(
-        "smollm2-135m-instruct", "a pulled model's name, a .gguf file, a Hugging Face folder, or a converted folder"
+        "smollm2-135m-instruct",
+        "a pulled model's name, a .gguf file, a Hugging Face folder, or a converted folder",
     )
     platform: Literal["auto", "cpu", "gpu", "tpu"] = setting("auto", "device kind to run on")
-    load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights of the model's shapes, no weight files needed")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of weights and activations; auto: float32 on CPU, else bfloat16")
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig, metadata={"help": "mesh axis sizes"})
+    load_format: Literal["auto", "dummy"] = setting(
+        "auto", "dummy: random weights of the model's shapes, no weight files needed"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "of weights and activations; auto: float32 on CPU, else bfloat16"
+    )
+    mesh: MeshConfig = dataclasses.field(
+        default_factory=MeshConfig, metadata={"help": "mesh axis sizes"}
+    )
     layout: str = setting("tensor", "named sharding layout, from sharding/layouts.py")
-    attention: Literal["auto", "reference", "gpu", "tpu"] = setting("auto", "attention implementation; auto: the device's kernel, else the reference")
-    max_model_len: int | None = setting(None, "most tokens of a sequence; default: the model's own limit")
-    max_num_seqs: int | None = setting(None, "most sequences in one step; default: 32 on CPU, else 256")
-    max_batched_tokens: int | None = setting(None, "token budget of one step; default: 256 on CPU, else 4096")
-    max_queue: int = setting(1024, "requests that may wait beyond those running; more are answered 429")
-    policy: Literal["fcfs", "longest-prefix", "priority"] = setting("fcfs", "order in which waiting requests are admitted")
+    attention: Literal["auto", "reference", "gpu", "tpu"] = setting(
+        "auto", "attention implementation; auto: the device's kernel, else the reference"
+    )
+    max_model_len: int | None = setting(
+        None, "most tokens of a sequence; default: the model's own limit"
+    )
+    max_num_seqs: int | None = setting(
+        None, "most sequences in one step; default: 32 on CPU, else 256"
+    )
+    max_batched_tokens: int | None = setting(
+        None, "token budget of one step; default: 256 on CPU, else 4096"
+    )
+    max_queue: int = setting(
+        1024, "requests that may wait beyond those running; more are answered 429"
+    )
+    policy: Literal["fcfs", "longest-prefix", "priority"] = setting(
+        "fcfs", "order in which waiting requests are admitted"
+    )
     page_size: int = setting(16, "tokens in a KV page: 8, 16, 32, 64 or 128")
-    num_pages: int | None = setting(None, "KV pages; default: what fits in memory_fraction of the device's memory")
-    memory_fraction: float = setting(0.9, "share of the device's memory for weights, steps and KV (of what is free, on CPU)")
+    num_pages: int | None = setting(
+        None, "KV pages; default: what fits in memory_fraction of the device's memory"
+    )
+    memory_fraction: float = setting(
+        0.9, "share of the device's memory for weights, steps and KV (of what is free, on CPU)"
+    )
     prefix_cache: bool = setting(True, "share computed prefixes between requests")
     overlap: bool = setting(True, "send the next step before the last one's tokens are read")
-    compile_cache: str | None = setting(None, "folder that keeps compiled steps; default: in the cache folder; 'off': none")
+    compile_cache: str | None = setting(
+        None, "folder that keeps compiled steps; default: in the cache folder; 'off': none"
+    )
     seed: int = setting(0, "random weights of load_format dummy")
 
     def __post_init__(self):
@@ -104,13 +138,19 @@ class EngineConfig:
         check_range(self, "memory_fraction", 0.01, 1.0)
         if self.page_size not in (8, 16, 32, 64, 128):
             raise ConfigError(f"page_size is {self.page_size}; allowed: 8, 16, 32, 64, 128")
-        if self.max_num_seqs and self.max_batched_tokens and self.max_batched_tokens < self.max_num_seqs:
+        if (
+            self.max_num_seqs
+            and self.max_batched_tokens
+            and self.max_batched_tokens < self.max_num_seqs
+        ):
             raise ConfigError(
-                f"max_batched_tokens is {self.max_batched_tokens}; allowed: at least max_num_seqs ({self.max_num_seqs})"
+                f"max_batched_tokens is {self.max_batched_tokens}; "
+                f"allowed: at least max_num_seqs ({self.max_num_seqs})"
             )
 
     def prepare_process(self) -> None:
-        """Sets what JAX reads from the environment when it starts. For a process that only runs this engine."""
+        """Sets what JAX reads from the environment when it starts. For a process that only runs
+        this engine."""
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(self.memory_fraction))
         if self.platform in ("cpu", "auto") and self.mesh.num_devices > 1:
             os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(self.mesh.num_devices))
@@ -129,11 +169,19 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "address to bind, for HTTP and gRPC")
     port: int = setting(8000, "HTTP port; 0: a free one, printed at start")
     grpc_port: int | None = setting(None, "gRPC port; 0: a free one; not given: no gRPC server")
-    served_model_name: str | None = setting(None, "name that requests use for the model; default: the MODEL's own name")
-    grace_s: float = setting(30.0, "after SIGTERM, how long running requests may go on before they are told it's over")
+    served_model_name: str | None = setting(
+        None, "name that requests use for the model; default: the MODEL's own name"
+    )
+    grace_s: float = setting(
+        30.0, "after SIGTERM, how long running requests may go on before they are told it's over"
+    )
     max_body_bytes: int = setting(16 << 20, "largest HTTP body or gRPC message")
-    restart_engine: bool = setting(False, "start the engine anew when it dies, instead of exiting with an error")
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe log line to print")
+    restart_engine: bool = setting(
+        False, "start the engine anew when it dies, instead of exiting with an error"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "least severe log line to print"
+    )
 
     def __post_init__(self):
         check_choices(self)

@@ -1,13 +1,15 @@
-"""The wire between the entry process and the engine: message structs and the link that carries them.
+"""The wire between the entry process and the engine: message structs and the link that carries
+them.
 
-The only file that knows bytes. A link has two ends: `EngineEnd` (plain calls, used by the loop's thread) and `ClientEnd`
-(asyncio). Two kinds of link: zmq between processes, a pair of queues within one. msgpack by msgspec; never pickle.
+The only file that knows bytes. A link has two ends: `EngineEnd` (plain calls, used by the loop's
+thread) and `ClientEnd` (asyncio). Two kinds of link: zmq between processes, a pair of queues within
+one. msgpack by msgspec; never pickle.
 """
 
 import asyncio
-import collections
+import contextlib
 import queue
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -21,7 +23,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Ends these requests, wherever they are, and gives their pages back. Unknown ids are ignored: they have ended."""
+    """Ends these requests, wherever they are, and gives their pages back. Unknown ids are ignored:
+    they have ended."""
 
     request_ids: list[str]
 
@@ -57,7 +60,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The engine is ending because of an error. `kind` is the error's class name, for errors that are the user's."""
+    """The engine is ending because of an error. `kind` is the error's class name, for errors that
+    are the user's."""
 
     error: str
     kind: str = ""
@@ -79,7 +83,8 @@ class EngineEnd(Protocol):
     """The engine's end. Used by one thread."""
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
-        """All messages that are there; waits up to `timeout_s` for a first one (0: not at all, None: for ever)."""
+        """All messages that are there; waits up to `timeout_s` for a first one (0: not at all,
+        None: for ever)."""
         ...
 
     def send(self, message: FromEngine) -> None: ...
@@ -105,7 +110,6 @@ class QueueEngineEnd:
     def __init__(self):
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._client: QueueClientEnd | None = None
-        self._early: collections.deque[FromEngine] = collections.deque()
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
         messages: list[ToEngine] = []
@@ -139,7 +143,7 @@ class QueueClientEnd:
 
     def deliver(self, message: FromEngine) -> None:
         """Called by the engine's thread. A loop that has closed has nobody left to tell."""
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._inbox.put_nowait, message)
 
     def send(self, message: ToEngine) -> None:
@@ -153,7 +157,8 @@ class QueueClientEnd:
 
 
 class ZmqEngineEnd:
-    """The engine's end of a link between processes; connects to the address that the entry bound."""
+    """The engine's end of a link between processes; connects to the address that the entry
+    bound."""
 
     def __init__(self, address: str):
         self._context = zmq.Context()
@@ -189,10 +194,11 @@ class ZmqClientEnd:
         self._socket.set_hwm(0)
         self._socket.linger = 0
         self._socket.bind(address)
-        self._pending: set[asyncio.Future[None]] = set()
+        self._pending: set[asyncio.Future[Any]] = set()
 
     def send(self, message: ToEngine) -> None:
-        # With no high-water mark a send never waits; the future is kept so that an error in it is not lost.
+        # With no high-water mark a send never waits; the future is kept so that an error in it is
+        # not lost.
         future = asyncio.ensure_future(self._socket.send(_encode(message)))
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)

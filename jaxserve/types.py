@@ -1,7 +1,8 @@
-"""The vocabulary that every part of jaxserve shares: parameters, requests, outputs, errors. Imports no jax.
+"""The vocabulary that every part of jaxserve shares: parameters, requests, outputs, errors. Imports
+no jax.
 
-Everything here is frozen. What a user may leave open is `None` in `SamplingParams`; `TokenSampling` is the same after
-`resolve`, with every value decided, and is all that the engine ever sees.
+Everything here is frozen. What a user may leave open is `None` in `SamplingParams`; `TokenSampling`
+is the same after `resolve`, with every value decided, and is all that the engine ever sees.
 """
 
 import math
@@ -21,7 +22,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class InvalidRequest(ValueError):
-    """A request that can't be served as written; `field` names what is wrong (HTTP 400, INVALID_ARGUMENT)."""
+    """A request that can't be served as written; `field` names what is wrong (HTTP 400,
+    INVALID_ARGUMENT)."""
 
     def __init__(self, field: str, message: str):
         super().__init__(f"{field}: {message}")
@@ -41,7 +43,10 @@ class QueueFull(RuntimeError):
     """As many requests wait as are allowed to (HTTP 429, RESOURCE_EXHAUSTED)."""
 
     def __init__(self, limit: int, retry_after_s: int = 1):
-        super().__init__(f"{limit} requests are in flight already, which is the limit; retry in {retry_after_s} s")
+        super().__init__(
+            f"{limit} requests are in flight already, the most there may be; "
+            f"retry in {retry_after_s} s"
+        )
         self.retry_after_s = retry_after_s
 
 
@@ -62,17 +67,20 @@ class UnsupportedModel(ValueError):
 
 
 class ConfigError(ValueError):
-    """An engine or server setting that can't hold; names the field, its value and what is allowed."""
+    """An engine or server setting that can't hold; names the field, its value and what is
+    allowed."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to sample, as a user states it; `None` takes the model's `generation_config.json`, else OpenAI's default.
+    """How to sample, as a user states it; `None` takes the model's `generation_config.json`, else
+    OpenAI's default.
 
     Raises: InvalidRequest naming the field, from the constructor.
     """
 
     max_tokens: int | None = None
-    """Most tokens to generate; None: until the context is full (16 in /v1/completions, as OpenAI has it)."""
+    """Most tokens to generate; None: until the context is full (16 in /v1/completions, as OpenAI
+    has it)."""
     min_tokens: int = 0
     """No stop token, stop string or end of text before this many tokens."""
     temperature: float | None = None
@@ -92,7 +100,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     """Go on past the model's end-of-text tokens."""
     logprobs: int | None = None
-    """Log-probability of each generated token, and of this many likeliest alternatives (0 to 20)."""
+    """Log-probability of each generated token, and of this many likeliest alternatives (0 to
+    20)."""
     n: int = 1
     """Choices for the prompt."""
 
@@ -105,39 +114,76 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return isinstance(value, int) and not isinstance(value, bool)
 
         def real(value: Any) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            return (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and math.isfinite(value)
+            )
 
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         for field in ("stop", "stop_token_ids"):
             if isinstance(getattr(self, field), list):
                 msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
-        need("max_tokens", self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= 1), "1 or more")
+        need(
+            "max_tokens",
+            self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= 1),
+            "1 or more",
+        )
         need("min_tokens", whole(self.min_tokens) and self.min_tokens >= 0, "0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
-        need("temperature", self.temperature is None or (real(self.temperature) and 0 <= self.temperature <= 2), "0 to 2")
-        need("top_k", self.top_k is None or (whole(self.top_k) and -1 <= self.top_k < 2**31), "-1, 0 or more")
-        need("top_p", self.top_p is None or (real(self.top_p) and 0 < self.top_p <= 1), "over 0, up to 1")
+            raise InvalidRequest(
+                "min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})"
+            )
+        need(
+            "temperature",
+            self.temperature is None or (real(self.temperature) and 0 <= self.temperature <= 2),
+            "0 to 2",
+        )
+        need(
+            "top_k",
+            self.top_k is None or (whole(self.top_k) and -1 <= self.top_k < 2**31),
+            "-1, 0 or more",
+        )
+        need(
+            "top_p",
+            self.top_p is None or (real(self.top_p) and 0 < self.top_p <= 1),
+            "over 0, up to 1",
+        )
         need("min_p", self.min_p is None or (real(self.min_p) and 0 <= self.min_p <= 1), "0 to 1")
-        need("seed", self.seed is None or (whole(self.seed) and -MAX_SEED <= self.seed <= MAX_SEED), "a 64-bit integer")
-        need("stop", isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
+        need(
+            "seed",
+            self.seed is None or (whole(self.seed) and -MAX_SEED <= self.seed <= MAX_SEED),
+            "a 64-bit integer",
+        )
+        need(
+            "stop",
+            isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
+            "non-empty strings",
+        )
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest("stop", f"has {len(self.stop)} strings; allowed: at most {MAX_STOP_STRINGS}")
+            raise InvalidRequest(
+                "stop", f"has {len(self.stop)} strings; allowed: at most {MAX_STOP_STRINGS}"
+            )
         if (length := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
-            raise InvalidRequest("stop", f"has {length} characters; allowed: at most {MAX_STOP_CHARACTERS}")
+            raise InvalidRequest(
+                "stop", f"has {length} characters; allowed: at most {MAX_STOP_CHARACTERS}"
+            )
         need(
             "stop_token_ids",
-            isinstance(self.stop_token_ids, tuple) and all(whole(t) and t >= 0 for t in self.stop_token_ids),
+            isinstance(self.stop_token_ids, tuple)
+            and all(whole(t) and t >= 0 for t in self.stop_token_ids),
             "token ids",
         )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(
-                "stop_token_ids", f"has {len(self.stop_token_ids)} ids; allowed: at most {MAX_STOP_TOKEN_IDS}"
+                "stop_token_ids",
+                f"has {len(self.stop_token_ids)} ids; allowed: at most {MAX_STOP_TOKEN_IDS}",
             )
         need("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
         need(
-            "logprobs", self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            "logprobs",
+            self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
             f"0 to {MAX_LOGPROBS}",
         )
         need("n", whole(self.n) and 1 <= self.n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
@@ -175,7 +221,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one generated token, natural log, of the distribution before temperature and filters."""
+    """Log-probabilities at one generated token, natural log, of the distribution before temperature
+    and filters."""
 
     logprob: float
     """Of the token that was sampled."""
@@ -263,7 +310,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
     logprobs: list[ChosenLogprob] | None = None
     usage: Usage | None = None
-    """Set on the request's last delta (of its last choice to finish): usage of the whole request."""
+    """Set on the request's last delta (of its last choice to finish): usage of the whole
+    request."""
 
     def __str__(self) -> str:
         return self.text
@@ -304,6 +352,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_used: int = 0
     """Held by sequences (pages that only the prefix cache holds count as free)."""
     pages_cached: int = 0
+    """That only the prefix cache holds: used + cached + free pages are all there are."""
     pages_total: int = 0
     num_steps: int = 0
     num_preemptions: int = 0

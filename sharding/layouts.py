@@ -1,7 +1,8 @@
 """Named layouts: which mesh axis each logical axis of a parameter or activation is split over.
 
-A logical axis that a layout does not name is whole on every device. Logical axes in use: tokens, embed (model width),
-vocab, kv_heads, group (query heads of a kv head), head (head width), mlp (mlp width).
+A logical axis that a layout does not name is whole on every device. Logical axes in use: tokens,
+embed (model width), vocab, kv_heads, group (query heads of a kv head), head (head width), mlp (mlp
+width).
 """
 
 from collections.abc import Mapping
@@ -16,9 +17,9 @@ def _layout(**axes: str) -> Layout:
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
-        # Megatron's split: heads and mlp width over devices, two sums a layer (arXiv:1909.08053 section 3).
+        # Heads and mlp width over devices, two sums a layer (arXiv:1909.08053 section 3).
         "tensor": _layout(vocab="tensor", kv_heads="tensor", mlp="tensor"),
-        # The same with embedding and head whole on each device: no exchange of logits, for more memory.
+        # The same with embedding and head whole on each device: memory for one exchange less.
         "tensor-whole-vocab": _layout(kv_heads="tensor", mlp="tensor"),
     }
 )

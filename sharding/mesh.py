@@ -20,7 +20,10 @@ class MeshShape(Protocol):
     def tensor(self) -> int: ...
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    shape: MeshShape,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+) -> Mesh:
     """A mesh with axes data, expert, tensor over the first devices that it needs.
 
     Raises: ValueError if there are fewer devices than data * expert * tensor.

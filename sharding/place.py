@@ -1,4 +1,4 @@
-"""From logical axes to devices: where a parameter lives, where an activation is held, random parameters in place."""
+"""From logical axes to devices: where parameters and activations live; random parameters."""
 
 import dataclasses
 import functools
@@ -19,7 +19,10 @@ type Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A mesh and the layout that spreads a model over it. Raises: ValueError for a layout nobody named."""
+    """A mesh and the layout that spreads a model over it.
+
+    Raises: ValueError for a layout that `LAYOUTS` does not have.
+    """
 
     mesh: Mesh
     layout: str = "tensor"
@@ -38,10 +41,12 @@ class Placement:
         return self.mesh.devices.flat[0].platform == "cpu"
 
     def sharding(self, axes: Axes) -> NamedSharding:
-        """The sharding of an array whose dimensions are these logical axes (None: a dimension without a name)."""
+        """The sharding of an array with these dimensions (None: one without a name)."""
         layout = LAYOUTS[self.layout]
-        spec = PartitionSpec(*(None if axis is None else layout.get(axis) for axis in axes))
-        return NamedSharding(self.mesh, spec)
+        names = [None if axis is None else layout.get(axis) for axis in axes]
+        while names and names[-1] is None:  # as jitted functions return them, so that == holds
+            names.pop()
+        return NamedSharding(self.mesh, PartitionSpec(*names))
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         """Holds an activation to its layout inside a jitted function; nothing on one device."""
@@ -89,8 +94,9 @@ def _random(
     distribution: Distribution,
 ) -> jax.Array:
     if distribution.std:
-        # MurmurHash3's finaliser over each element's index: ten times as fast on the CPU as jax.random, good enough
-        # for weights that nobody reads. Odd steps keep the elements of small arrays apart.
+        # MurmurHash3's finaliser over each element's index: ten times as fast on the CPU as
+        # jax.random, good enough for weights that nobody reads. Odd steps keep the elements of
+        # small arrays apart.
         bits = salt + jax.lax.iota(jnp.uint32, math.prod(shape)) * jnp.uint32(0x9E3779B9)
         bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
         bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)

@@ -1,4 +1,5 @@
-"""Settings that every test runs under: eight CPU devices, float32 matmuls, compiled programs kept between runs."""
+"""Settings that every test runs under: eight CPU devices, float32 matmuls, compiled programs kept
+between runs."""
 
 import os
 import pathlib
@@ -7,6 +8,8 @@ import pathlib
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent.parent / ".cache" / "tests-compiled")
+    "JAX_COMPILATION_CACHE_DIR",
+    str(pathlib.Path(__file__).parent.parent / ".cache" / "tests-compiled"),
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", ".cache/hypothesis")

@@ -1,11 +1,13 @@
-"""The engine's loop: takes requests from its link, runs steps one ahead of reading them, sends tokens back.
+"""The engine's loop: takes requests from its link, runs steps one ahead of reading them, sends
+tokens back.
 
     step N     forward ── sample ─┐
     step N+1            forward ──┼── sample ─┐         the device's order
     host       schedule N+1, pack │ commit N, send, schedule N+2 ...
 
-The forward of step N+1 is in flight while the tokens of step N are read: rows that continue take those tokens on the
-device. Only what step N finished is discovered a step late, and its extra row is thrown away.
+The forward of step N+1 is in flight while the tokens of step N are read: rows that continue take
+those tokens on the device. Only what step N finished is discovered a step late, and its extra row
+is thrown away.
 """
 
 import time
@@ -15,11 +17,18 @@ from jaxserve.execution.runner import Pending, Runner
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types import EngineStats, InvalidRequest, TokenOutput
 
+
 class Engine:
-    """Owns the scheduler and the runner. `run` returns after a Shutdown message; any error in a step ends it."""
+    """Owns the scheduler and the runner. `run` returns after a Shutdown message; any error in a
+    step ends it."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, link: messages.EngineEnd, *, overlap: bool = True
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        link: messages.EngineEnd,
+        *,
+        overlap: bool = True,
     ):
         self._runner = runner
         self._scheduler = scheduler
@@ -118,7 +127,8 @@ class Engine:
         return None if self._stop_at_s is None else max(0.0, self._stop_at_s - time.monotonic())
 
     def _abandon(self) -> None:
-        """Tells those still running that the engine ends; reads the step in flight so that the device is idle."""
+        """Tells those still running that the engine ends; reads the step in flight so that the
+        device is idle."""
         self._read_pending()
         for request_id in list(self._scheduler.sequences):
             self._scheduler.abort(request_id)

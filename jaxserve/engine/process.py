@@ -1,7 +1,8 @@
-"""Where an engine runs: in a thread of this process, or in a process of its own. Imports jax only inside the engine.
+"""Where an engine runs: in a thread of this process, or in a process of its own. Imports jax only
+inside the engine.
 
-An engine process gets its config as one line of JSON on its standard input, which then stays open: when it closes, the
-process that started it has gone, and the engine ends itself.
+An engine process gets its config as one line of JSON on its standard input, which then stays open:
+when it closes, the process that started it has gone, and the engine ends itself.
 """
 
 import asyncio
@@ -10,7 +11,6 @@ import dataclasses
 import json
 import logging
 import os
-import pathlib
 import sys
 import tempfile
 import threading
@@ -49,7 +49,8 @@ class EngineHandle:
 
 
 async def start_engine(config: EngineConfig, process: Literal["thread", "spawn"]) -> EngineHandle:
-    """Starts an engine; its link tells Progress, then Ready or Fatal. Call within the asyncio loop that will use it."""
+    """Starts an engine; its link tells Progress, then Ready or Fatal. Call within the asyncio loop
+    that will use it."""
     if process == "thread":
         return _start_thread(config)
     return await _start_process(config)
@@ -67,7 +68,7 @@ def _start_thread(config: EngineConfig) -> EngineHandle:
 
     def body() -> None:
         code = run_engine(config, link)
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
             loop.call_soon_threadsafe(finish, code)
 
     threading.Thread(target=body, name="jaxserve-engine", daemon=True).start()
@@ -99,20 +100,24 @@ async def _start_process(config: EngineConfig) -> EngineHandle:
 
 
 def run_engine(config: EngineConfig, link: messages.EngineEnd) -> int:
-    """Runs an engine to its end and returns its exit code. Whatever ends it is told over the link first."""
+    """Runs an engine to its end and returns its exit code. Whatever ends it is told over the link
+    first."""
     from jaxserve.engine.start import start
 
     try:
         start(config, link).run()
         return 0
-    except Exception as error:  # the boundary: every error must reach the clients before the engine is gone
+    except (
+        Exception
+    ) as error:  # the boundary: every error must reach the clients before the engine is gone
         log.exception("the engine ends because of an error")
         link.send(messages.Fatal(f"{type(error).__name__}: {error}", type(error).__name__))
         return 1
 
 
 def _end_with_parent() -> None:
-    """Ends this process when standard input closes, that is, when the process that started it has gone."""
+    """Ends this process when standard input closes, that is, when the process that started it has
+    gone."""
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -125,7 +130,9 @@ def _end_with_parent() -> None:
 def main() -> int:
     setup = json.loads(sys.stdin.readline())
     _end_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     fields = setup["config"]
     fields["mesh"] = MeshConfig(**fields["mesh"])
     config = EngineConfig(**fields)

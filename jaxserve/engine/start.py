@@ -1,8 +1,10 @@
 """From a config to an engine that is ready to run: devices, weights, compiled steps, KV pages."""
 
 import concurrent.futures
+import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +24,14 @@ from pallas_kernels import dispatch
 from pallas_kernels.paged_attention.api import AttentionSpec, Implementation
 from sharding.mesh import make_mesh
 
-Tell = Callable[..., None]
-"""Called with a stage and a text, and where it counts something, how much is done and of how much."""
+type Tell = Callable[..., None]
+"""Called with a stage and a text, and where it counts something, how much is done and of how
+much."""
 
 
 def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
-    """Loads, compiles and allocates, telling each stage over `link` and, last, that the engine is Ready.
+    """Loads, compiles and allocates, telling each stage over `link` and, last, that the engine is
+    Ready.
 
     Weights are read while the steps compile.
     Raises: ConfigError, CheckpointError, UnsupportedModel.
@@ -47,42 +51,31 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
     dtype = choose_dtype(config.dtype, platform)
     model = registry.build(files.config, mesh, config.layout, dtype)
 
-    max_model_len = model.config.max_position_embeddings
-    if config.max_model_len is not None:
-        if config.max_model_len > max_model_len:
-            raise ConfigError(
-                f"max_model_len is {config.max_model_len}; allowed: up to {max_model_len}, the model's own"
-            )
-        max_model_len = config.max_model_len
-    max_num_seqs = config.max_num_seqs or (32 if platform == "cpu" else 256)
-    max_batched_tokens = config.max_batched_tokens or max(
-        max_num_seqs, 256 if platform == "cpu" else 4096
-    )
-    if max_batched_tokens < max_num_seqs:
-        raise ConfigError(
-            f"max_batched_tokens is {max_batched_tokens}; allowed: at least max_num_seqs ({max_num_seqs})"
-        )
+    limits = decide_limits(config, model.config.max_position_embeddings, platform)
     attention = choose_attention(config, model, devices[0])
     runner = Runner(
         model,
         mesh,
         Buckets.choose(
             platform=platform,
-            max_num_seqs=max_num_seqs,
-            max_batched_tokens=max_batched_tokens,
-            pages=-(-max_model_len // config.page_size),
+            max_num_seqs=limits.max_num_seqs,
+            max_batched_tokens=limits.max_batched_tokens,
+            pages=-(-limits.max_model_len // config.page_size),
         ),
         page_size=config.page_size,
         kv_dtype=jnp.dtype(dtype),
         attention=attention,
     )
-    tell("setup", f"{files.name} on {mesh.size} x {devices[0].device_kind}, {jnp.dtype(dtype).name}")
+    tell(
+        "setup", f"{files.name} on {mesh.size} x {devices[0].device_kind}, {jnp.dtype(dtype).name}"
+    )
 
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         usable = kv_cache.usable_bytes(devices[0], config.memory_fraction)
+        most_kv_bytes = kv_cache.CPU_KV_BYTES if platform == "cpu" else usable
         loading = threads.submit(load, config, files, model, tell)
         compile_started = time.monotonic()
-        runner.choose_num_pages(config.num_pages, usable, platform == "cpu")
+        runner.choose_num_pages(config.num_pages, usable, most_kv_bytes)
         runner.compile(lambda text, done, total: tell("compile", text, done, total))
         compile_s = time.monotonic() - compile_started
         params, load_s = loading.result()
@@ -90,9 +83,9 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
 
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_batched_tokens=max_batched_tokens,
-            max_model_len=max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_batched_tokens=limits.max_batched_tokens,
+            max_model_len=limits.max_model_len,
             page_size=config.page_size,
             num_pages=runner.num_pages,
             policy=config.policy,
@@ -105,9 +98,9 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
         vocab_size=model.config.vocab_size,
         num_parameters=sum(leaf.size for leaf in params.values()),
         weight_bytes=sum(leaf.nbytes for leaf in params.values()),
-        max_model_len=max_model_len,
-        max_request_tokens=min(max_model_len, (runner.num_pages - 1) * config.page_size),
-        max_num_seqs=max_num_seqs,
+        max_model_len=limits.max_model_len,
+        max_request_tokens=scheduler.config.max_request_tokens,
+        max_num_seqs=limits.max_num_seqs,
         num_pages=runner.num_pages,
         page_size=config.page_size,
         kv_bytes=runner.kv_bytes,
@@ -141,10 +134,35 @@ def load(
     return params, seconds
 
 
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What EngineConfig leaves open, decided."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_batched_tokens: int
+
+
+def decide_limits(config: EngineConfig, model_len: int, platform: str) -> Limits:
+    """Raises: ConfigError where the config contradicts the model."""
+    max_model_len = model_len if config.max_model_len is None else config.max_model_len
+    if max_model_len > model_len:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; allowed: up to {model_len}, the model's own"
+        )
+    on_cpu = platform == "cpu"
+    max_batched_tokens = config.max_batched_tokens or max(
+        config.max_num_seqs or 0, 256 if on_cpu else 4096
+    )
+    max_num_seqs = config.max_num_seqs or min(max_batched_tokens, 32 if on_cpu else 256)
+    return Limits(max_model_len, max_num_seqs, max_batched_tokens)
+
+
 def choose_attention(
-    config: EngineConfig, model: registry.BuiltModel, device: jax.Device
+    config: EngineConfig, model: registry.BuiltModel, device: Any
 ) -> Implementation:
-    """The attention implementation asked for, or the best for the device and the shapes that each device sees."""
+    """The attention implementation asked for, or the best for the device and the shapes that each
+    device sees."""
     if config.attention != "auto":
         return config.attention
     spec = AttentionSpec(
@@ -159,12 +177,14 @@ def choose_attention(
     return dispatch.choose(device.platform, device.device_kind, spec.shard(config.mesh.tensor))
 
 
-def find_devices(config: EngineConfig) -> list[jax.Device]:
+def find_devices(config: EngineConfig) -> list[Any]:
     """The devices of the mesh. Raises: ConfigError when there are not enough of that kind."""
     try:
         found = jax.devices(None if config.platform == "auto" else config.platform)
     except RuntimeError as error:
-        raise ConfigError(f"platform is {config.platform!r}, which JAX can't use here: {error}") from error
+        raise ConfigError(
+            f"platform is {config.platform!r}, which JAX can't use here: {error}"
+        ) from error
     need = config.mesh.num_devices
     if len(found) < need:
         hint = " (JAX_NUM_CPU_DEVICES makes more of a CPU)" if found[0].platform == "cpu" else ""
@@ -180,7 +200,8 @@ def choose_dtype(name: str, platform: str) -> jnp.dtype:
 
 
 def use_compile_cache(config: EngineConfig) -> None:
-    """Keeps compiled programs on disk between starts, unless this process has a cache of its own already."""
+    """Keeps compiled programs on disk between starts, unless this process has a cache of its own
+    already."""
     folder = config.compile_cache_dir
     if folder is None or jax.config.jax_compilation_cache_dir:
         return

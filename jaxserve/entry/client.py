@@ -68,6 +68,8 @@ request_log = logging.getLogger("jaxserve.requests")
 
 _LAST_WORDS_S = 0.2
 """How long an engine that has ended may leave the reason unread in the link."""
+_STOP_S = 5.0
+"""How long an engine may take to say that it has stopped, after its grace."""
 _USER_ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointError, ConfigError, UnsupportedModel)
 }
@@ -158,7 +160,7 @@ class Client:
             self._handle = await start_engine(self.config, self._process)
             info = await self._await_ready(self._handle, loading)
             self._model = await loading
-            _check_vocabulary(self._model, info)
+            _compare_vocabularies(self._model, info)
         except BaseException as error:
             loading.cancel()
             self._closing = True  # raised here, so not logged as well
@@ -223,10 +225,11 @@ class Client:
             if not self._starting.cancelled():
                 self._starting.exception()  # told to whoever waited for the start
         if self._handle is not None:
-            await self._handle.close(grace_s)
-        if self._tasks:
-            # The engine's last outputs may still be on their way to the pump.
-            await asyncio.wait(self._tasks[:1], timeout=_LAST_WORDS_S)
+            if self._tasks and self._death is None:
+                # The handle closes the link; the engine's last outputs must be read before.
+                self._handle.client_end.send(messages.Shutdown(grace_s))
+                await asyncio.wait(self._tasks[:1], timeout=grace_s + _STOP_S)
+            await self._handle.close()
         self._die("the engine was shut down")
         for task in self._tasks:
             task.cancel()
@@ -300,6 +303,8 @@ class Client:
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         await self.start()
+        if token_ids:
+            token_ids = check_token_ids("tokens", token_ids, self.info.vocab_size)
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
     async def chat_prompt(self, conversation: Messages, **template: Any) -> list[int]:
@@ -364,7 +369,7 @@ class Client:
             if not prompt:
                 raise InvalidRequest("prompt", "is empty; allowed: one token or more")
             prompt = await self._encode(prompt, True, self.info.max_request_tokens)
-        token_ids = check_token_ids(prompt, self.info.vocab_size)
+        token_ids = check_token_ids("prompt", prompt, self.info.vocab_size)
         return (
             token_ids,
             params,
@@ -630,11 +635,14 @@ def _start_error(message: messages.Fatal) -> Exception:
     return kind(message.error.removeprefix(f"{message.kind}: "))
 
 
-def _check_vocabulary(model: TextModel, info: EngineInfo) -> None:
+def _compare_vocabularies(model: TextModel, info: EngineInfo) -> None:
+    # Some checkpoints do have tokens, of padding mostly, that their model never learned.
     if model.tokenizer is not None and model.tokenizer.vocab_size > info.vocab_size:
-        raise CheckpointError(
-            f"{model.name}: the tokenizer has {model.tokenizer.vocab_size} tokens, "
-            f"more than the model's vocabulary of {info.vocab_size}"
+        log.warning(
+            "%s: the tokenizer has %d tokens, the model %d; prompts with others are refused",
+            model.name,
+            model.tokenizer.vocab_size,
+            info.vocab_size,
         )
 
 

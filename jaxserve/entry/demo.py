@@ -97,7 +97,9 @@ def show(title: str, question: str, pieces: Iterator[str]) -> None:
         raise SystemExit("there was no answer")
     # A piece is a token, but for characters that take several.
     rate = (count - 1) / max(ended_s - first_s, 1e-9)
-    print(f"\n[first token after {first_s - started_s:.2f} s, then {rate:.1f} tokens/s]", flush=True)
+    print(
+        f"\n[first token after {first_s - started_s:.2f} s, then {rate:.1f} tokens/s]", flush=True
+    )
 
 
 def main() -> None:

@@ -102,14 +102,14 @@ class Record:
         parts.append(f"total={time.monotonic() - self._arrival_s:.3f}s")
         log.info(" ".join(parts))
 
-    def fail(self, error: Exception, status: str | None = None) -> Failure:
+    def fail(self, error: Exception) -> Failure:
         """Ends the record with what `error` means to a client; an unknown error is logged whole."""
         if isinstance(error, RequestFailed) and self._front.draining:
             error = EngineDead("the server is shutting down")
         failure = describe(error)
         if failure.status == 500:
             log.error("%s %s failed", self.verb, self.request_id, exc_info=error)
-        self.end(status or str(failure.status), failure)
+        self.end(failure.grpc if self.verb.startswith("grpc") else str(failure.status), failure)
         return failure
 
 

@@ -4,6 +4,7 @@ A handler writes to its context instead of yielding, so that a cancelled or expi
 cancelled where it waits for the engine, which frees the request.
 """
 
+import logging
 import typing
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,6 +24,8 @@ from jaxserve.entry.openai_schema import COMPLETION_MAX_TOKENS, ChatMessage, sam
 from jaxserve.entry.proto import jaxserve_pb2 as pb
 from jaxserve.types import ChosenLogprob, Delta, InvalidRequest, SamplingParams
 
+log = logging.getLogger("jaxserve.grpc")
+
 SERVICE = "jaxserve.v1.Inference"
 ROLES = typing.get_args(ChatMessage.model_fields["role"].annotation)
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
@@ -35,7 +38,7 @@ type Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Malformed:
-    """Stands for a request whose bytes are no such message; its handler answers INVALID_ARGUMENT."""
+    """Stands for a request whose bytes are no such message; the answer is INVALID_ARGUMENT."""
 
     def __init__(self, error: Exception):
         self.error = error
@@ -174,8 +177,7 @@ class Inference:
                 await context.write(write_delta(delta))
             record.end("OK")
         except Exception as error:
-            failure = record.fail(error, describe(error).grpc)
-            await give_up(context, failure)
+            await give_up(context, record.fail(error))
         finally:
             await record.close()
             record.end("CANCELLED")  # unless it has ended already
@@ -222,7 +224,7 @@ class Inference:
                 except Exception as error:
                     failure = describe(error)
                     if failure.grpc == "INTERNAL":
-                        raise
+                        log.error("a call failed", exc_info=error)
                     await give_up(context, failure)
 
             return handle

@@ -92,21 +92,17 @@ def with_seed(sampling: TokenSampling, seed: int) -> TokenSampling:
     return msgspec.structs.replace(sampling, seed=seed)
 
 
-def check_token_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    """A prompt of token ids as a list. Raises: InvalidRequest."""
-    token_ids = list(prompt)
+def check_token_ids(field: str, given: Sequence[int], vocab_size: int) -> list[int]:
+    """Token ids as a list, one at least. Raises: InvalidRequest."""
+    token_ids = list(given)
     if not token_ids:
-        raise InvalidRequest("prompt", "is empty; allowed: one token or more")
+        raise InvalidRequest(field, "is empty; allowed: one token or more")
     for token_id in token_ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise InvalidRequest(
-                "prompt", f"has {token_id!r}; allowed: a string, or a list of token ids"
-            )
+            raise InvalidRequest(field, f"has {token_id!r}; allowed: token ids")
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                "prompt", f"has token id {token_id}; allowed: 0 to {vocab_size - 1}"
-            )
+            raise InvalidRequest(field, f"has token id {token_id}; allowed: 0 to {vocab_size - 1}")
     return token_ids
 
 

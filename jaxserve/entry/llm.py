@@ -6,6 +6,7 @@ engine runs.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 import weakref
@@ -193,7 +194,18 @@ class LLM:
 
         Raises: InvalidRequest at the call, RequestFailed and EngineDead while iterating.
         """
-        return self._deltas(self._call(self._client.open(prompt, params, **options)))
+        opened: list[RequestStream] = []
+
+        async def opening() -> None:
+            opened.append(await self._client.open(prompt, params, **options))
+
+        try:
+            self._call(opening())
+        except BaseException:
+            # Ctrl-C may come when the request has been sent already.
+            self._loop.later(lambda: [stream.break_off() for stream in opened])
+            raise
+        return self._deltas(opened[0])
 
     def chat_stream(
         self,
@@ -261,6 +273,8 @@ class _LoopThread:
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._stopping = False
         # A daemon, since the program's end ends it: see `LLM`'s finalizer, which runs after threads
         # are joined.
         self.thread = threading.Thread(target=self._body, name="jaxserve-client", daemon=True)
@@ -277,7 +291,11 @@ class _LoopThread:
         if threading.current_thread() is self.thread:
             coroutine.close()
             raise RuntimeError("LLM can't be called from its own callbacks; use AsyncLLM")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        with self._lock:
+            if self._stopping:
+                coroutine.close()
+                raise EngineDead("this LLM was closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -285,6 +303,12 @@ class _LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Has the loop call it, unless the loop is ending anyway. From any thread."""
+        if not self.loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # closed in between
+                self.loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
         """Ends the loop: what still runs in it is cancelled and waited for."""
@@ -296,6 +320,8 @@ class _LoopThread:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.loop.shutdown_asyncgens()
 
+        with self._lock:
+            self._stopping = True  # whatever came before is among the tasks by now
         asyncio.run_coroutine_threadsafe(cancel_rest(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
@@ -303,6 +329,9 @@ class _LoopThread:
 
 
 def _end(loop: _LoopThread, client: Client) -> None:
+    if threading.current_thread() is loop.thread:  # a finalizer may run in any thread
+        threading.Thread(target=_end, args=(loop, client), name="jaxserve-end").start()
+        return
     try:
         loop.run(client.close())
     finally:
@@ -311,13 +340,8 @@ def _end(loop: _LoopThread, client: Client) -> None:
 
 def _abandon(loop: _LoopThread, stream: RequestStream) -> None:
     """Ends a stream that nobody reads any more; from any thread, also when the loop has ended."""
-    if stream.finished or loop.loop.is_closed():
-        return
-    coroutine = stream.aclose()
-    try:
-        asyncio.run_coroutine_threadsafe(coroutine, loop.loop)
-    except RuntimeError:  # closed in between: then the request has ended too
-        coroutine.close()
+    if not stream.finished:
+        loop.later(stream.break_off)
 
 
 class _Bar:

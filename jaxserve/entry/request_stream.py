@@ -200,6 +200,10 @@ class RequestStream:
 
     async def aclose(self) -> None:
         """Ends the request if it still runs. Deltas that were not read are dropped."""
+        self.break_off()
+
+    def break_off(self) -> None:
+        """What `aclose` does; to be called in the client's loop."""
         self._break_off(self)
         self._deltas.clear()
 

@@ -23,7 +23,9 @@ class Stages:
         if self._bars is not None:
             return self._bars.add_task(what, total=num_bytes)
         if self._console is not None:
-            self._console.print(f"{what} {subject} ({num_bytes / 1e6:.0f} MB)", highlight=False)
+            self._console.print(
+                f"{what} {subject} ({num_bytes / 1e6:.0f} MB)", highlight=False, soft_wrap=True
+            )
         return None
 
     def reach(self, stage: rich.progress.TaskID | None, done_bytes: int) -> None:

@@ -62,6 +62,8 @@ class Tokenizer:
         self._added = {
             index: token.content for index, token in backend.get_added_tokens_decoder().items()
         }
+        # Added tokens may leave a gap above the vocabulary proper.
+        self._vocab_size = max(backend.get_vocab_size(False), 1 + max(self._added, default=-1))
         self._bytes: dict[int, bytes] = {}
         self.bos_token = bos_token
         self.eos_token = eos_token
@@ -75,7 +77,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Token ids are below this. A model's own vocabulary may be padded to more."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        return self._vocab_size
 
     @property
     def special_token_ids(self) -> frozenset[int]:
@@ -128,15 +130,7 @@ class Tokenizer:
             raise InvalidRequest(field, f"is not valid Unicode text: {error}") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence. Bytes that are no UTF-8 become U+FFFD.
-
-        Raises: InvalidRequest for an id that is no token.
-        """
-        for token_id in token_ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequest(
-                    "tokens", f"has {token_id}; allowed: 0 to {self.vocab_size - 1}"
-                )
+        """The text of a whole sequence. Bytes that are no UTF-8 become U+FFFD."""
         shown = [i for i in token_ids if not skip_special_tokens or i not in self._special]
         text = b"".join(map(self.token_bytes, shown)).decode("utf-8", errors="replace")
         if self._strips_first_space and shown and shown[0] not in self._added:
@@ -162,7 +156,7 @@ class Tokenizer:
     def _make_bytes(self, token_id: int) -> bytes:
         if (added := self._added.get(token_id)) is not None:
             return added.encode()
-        token = self._backend.id_to_token(token_id)
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < self._vocab_size else None
         if token is None:
             return b""
         if self._kind == "byte-level":
@@ -199,7 +193,7 @@ class Tokenizer:
 def _decoder_kind(backend: tokenizers.Tokenizer) -> tuple[str, bool]:
     """("byte-level" or "sentencepiece", whether a text's first space is dropped)."""
     decoder: Any = backend.decoder
-    state = {"type": "none"} if decoder is None else json.loads(decoder.__getstate__())
+    state: Any = {"type": "none"} if decoder is None else json.loads(decoder.__getstate__())
     steps: list[dict[str, Any]] = state.get("decoders", [state])
     kinds = {step["type"] for step in steps}
     if kinds == {"ByteLevel"}:
@@ -248,7 +242,7 @@ def load_folder(folder: pathlib.Path) -> Tokenizer | None:
         for name in ("bos_token", "eos_token"):
             settings.setdefault(name, source.get(name))
     _add_missing_tokens(backend, settings)
-    _add_missing_bos(backend, settings)
+    _add_around(backend, settings)
     return Tokenizer(
         backend,
         bos_token=_token_content(settings.get("bos_token")),
@@ -277,15 +271,20 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, An
             )
 
 
-def _add_missing_bos(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
-    """`add_bos_token: true` where tokenizer.json has no post-processor that could do it."""
-    bos = _token_content(settings.get("bos_token"))
-    if settings.get("add_bos_token") is True and bos and backend.post_processor is None:
-        index = backend.token_to_id(bos)
-        if index is not None:
-            backend.post_processor = processors.TemplateProcessing(
-                single=f"{bos} $A", special_tokens=[(bos, index)]
-            )
+def _add_around(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
+    """What tokenizer_config.json says of BOS and EOS counts, whatever tokenizer.json has."""
+    stated = [settings.get(f"add_{name}_token") for name in ("bos", "eos")]
+    if stated == [None, None]:
+        return
+    names = [_token_content(settings.get(f"{name}_token")) for name in ("bos", "eos")]
+    bos, eos = (n if adds and n else None for n, adds in zip(names, stated, strict=True))
+    around = [token for token in (bos, "$A", eos) if token is not None]
+    ids = [(token, backend.token_to_id(token)) for token in {bos, eos} - {None} if token]
+    for token, index in ids:
+        if index is None:
+            raise CheckpointError(f"tokenizer_config.json: {token!r} is not in tokenizer.json")
+    template = processors.TemplateProcessing(single=around, special_tokens=ids)
+    backend.post_processor = template  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _token_content(token: Any) -> str | None:

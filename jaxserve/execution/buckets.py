@@ -1,6 +1,7 @@
 """Which step shapes are compiled at start, and which of them a batch runs in.
 
-A batch runs in the smallest shape that holds it, so denser buckets waste less padding and cost more start-up time.
+A batch runs in the smallest shape that holds it, so denser buckets waste less padding and cost more
+start-up time.
 """
 
 import bisect
@@ -13,7 +14,8 @@ StepKind = Literal["decode", "mixed"]
 
 
 class SampleKind(enum.IntEnum):
-    """What the sampler computes, cheapest first; a batch takes the least that serves all of its rows."""
+    """What the sampler computes, cheapest first; a batch takes the least that serves all of its
+    rows."""
 
     GREEDY = 0
     """Every row is argmax."""
@@ -51,7 +53,8 @@ class SampleShape:
 
 
 def ladder(low: int, high: int, dense_from: int = 32) -> list[int]:
-    """Powers of two from `low`, with the halfway points (48, 96, ...) from `dense_from` on, up to and including `high`."""
+    """Powers of two from `low`, with the halfway points (48, 96, ...) from `dense_from` on, up to
+    and including `high`."""
     sizes, size = [], low
     while size < high:
         sizes.append(size)
@@ -74,7 +77,8 @@ class Buckets:
     def choose(
         cls, *, platform: str, max_num_seqs: int, max_batched_tokens: int, pages: int
     ) -> "Buckets":
-        """On a CPU few shapes, since padding rows there cost little beside the weights' bytes and compiling is slow."""
+        """On a CPU few shapes, since padding rows there cost little beside the weights' bytes and
+        compiling is slow."""
         if platform == "cpu":
             tokens = sorted({min(max_batched_tokens, t) for t in (32, 128, max_batched_tokens)})
             return cls(tuple(ladder(1, max_num_seqs)), tuple(tokens), max_num_seqs, pages)

@@ -1,6 +1,8 @@
-"""Runs steps: compiles every shape at start, keeps what lives on the device, and never compiles afterwards.
+"""Runs steps: compiles every shape at start, keeps what lives on the device, and never compiles
+afterwards.
 
-A step is two calls, `forward` and `sample`; neither waits for the device. `collect` does, for the sampled tokens.
+A step is two calls, `forward` and `sample`; neither waits for the device. `collect` does, for the
+sampled tokens.
 """
 
 import concurrent.futures
@@ -44,7 +46,8 @@ class Collected:
 
 
 class Runner:
-    """The compiled steps, and the device state that they pass on: KV pages and each slot's last token.
+    """The compiled steps, and the device state that they pass on: KV pages and each slot's last
+    token.
 
     Both are donated to each step and replaced by what it returns.
     """
@@ -65,7 +68,7 @@ class Runner:
         self.num_pages = 0
         self.compile_s = 0.0
         self._mesh = mesh
-        self._attention = attention
+        self._attention: Implementation = attention
         self._kv_dtype = kv_dtype
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._kv_sharding = model.placement.sharding((None, None, "kv_heads", None))
@@ -88,8 +91,9 @@ class Runner:
         shape = self._kv_sharding.shard_shape(self._kv_shape(1))
         return int(np.prod(shape)) * self._kv_dtype.itemsize * self.model.config.num_layers
 
-    def choose_num_pages(self, wanted: int | None, usable_bytes: int, is_cpu: bool) -> None:
-        """Decides how many KV pages there are, from what weights and steps leave of `usable_bytes` on each device.
+    def choose_num_pages(self, wanted: int | None, usable_bytes: int, most_bytes: int) -> None:
+        """Decides how many KV pages there are, from what weights and steps leave of `usable_bytes`
+        on each device, `most_bytes` of it at the most.
 
         Compiles the largest step to learn the temporaries that steps need.
         Raises: ConfigError when not even one sequence of one page fits.
@@ -105,23 +109,20 @@ class Runner:
         left = usable_bytes - weight_bytes
         largest = max(self.buckets.steps(), key=lambda shape: shape.tokens)
         reserve = left // 8
-        if is_cpu:
-            reserve = max(left - kv_cache.CPU_KV_BYTES, reserve)
-        for _ in range(3):
-            pages = min(kv_cache.round_down((left - reserve) // self.page_bytes, 5), most)
-            if pages < 2:
+        while True:
+            fit = min(left - reserve, most_bytes) // self.page_bytes
+            self.num_pages = min(kv_cache.round_down(max(fit, 0), 5), most)
+            if self.num_pages < 2:
                 raise ConfigError(
                     f"memory_fraction leaves {max(left, 0) >> 20} MiB a device beside "
-                    f"{weight_bytes >> 20} MiB of weights; not enough for KV pages of {self.page_bytes >> 10} KiB"
+                    f"{weight_bytes >> 20} MiB of weights, of which steps need {reserve >> 20}; "
+                    f"that is not enough for KV pages of {self.page_bytes >> 10} KiB"
                 )
-            self.num_pages = pages
             self._compile_step(largest)
             temporary = self._steps[largest].memory_analysis().temp_size_in_bytes
             if temporary <= reserve:
                 return
-            del self._steps[largest]
             reserve = int(temporary * 1.1)
-        raise ConfigError(f"a step of {largest} needs {temporary >> 20} MiB beside weights; lower max_batched_tokens")
 
     def compile(self, progress: Progress) -> None:
         """Compiles every shape; the compiler's own threads run side by side."""
@@ -160,14 +161,16 @@ class Runner:
     # ---- steps
 
     def forward(self, batch: Batch) -> jax.Array:
-        """Sends the batch's step to the device: KV written, logits of each row's last token, f32[rows, V]."""
+        """Sends the batch's step to the device: KV written, logits of each row's last token,
+        f32[rows, V]."""
         shape = self.buckets.step(batch.kind, batch.num_tokens, len(batch.rows))
         packed = self._packer.pack(batch, shape)
         logits, self._kv = self._steps[shape](self._leaves, self._kv, self._last_token, packed)
         return logits
 
     def sample(self, batch: Batch, logits: jax.Array) -> Pending:
-        """Sends the sampling of the batch's rows to the device; the tokens stay there for the next step too."""
+        """Sends the sampling of the batch's rows to the device; the tokens stay there for the next
+        step too."""
         num_rows, vocab_size = logits.shape
         kind, packed, masks = self._packer.pack_sampling(batch, num_rows, vocab_size)
         arguments = (packed,) if masks is None else (packed, masks)
@@ -195,7 +198,9 @@ class Runner:
             logprobs.append(
                 None
                 if n is None
-                else TokenLogprobs(float(chosen[r, 0]), top_ids[r, :n].tolist(), top[r, :n].tolist())
+                else TokenLogprobs(
+                    float(chosen[r, 0]), top_ids[r, :n].tolist(), top[r, :n].tolist()
+                )
             )
         return Collected(tokens, logprobs)
 
@@ -249,8 +254,7 @@ class Runner:
             packed, last_token, shape, self.page_size
         )
 
-        def attend(layer, q, k, v, kv_pages, *, sliding_window, sm_scale):
-            del layer
+        def attend(layer_index, q, k, v, kv_pages, *, sliding_window, sm_scale):
             return paged_attention(
                 q,
                 k,

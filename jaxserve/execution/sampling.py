@@ -1,9 +1,10 @@
 """From logits to tokens, on the device, without sorting the vocabulary.
 
-The order: token mask, temperature, top-k, top-p of what top-k kept, min-p, draw. Each filter finds the smallest logit it
-keeps by bisection over the bits of a float32 (32 passes of compare and sum), so ties with that logit are all kept. The
-draw inverts the cumulative distribution at one uniform number made from (seed, position), so a sample doesn't depend on
-the batch it ran in, nor on the other rows. Greedy rows (temperature 0) take the largest logit after the mask.
+The order: token mask, temperature, top-k, top-p of what top-k kept, min-p, draw. Each filter finds
+the smallest logit it keeps by bisection over the bits of a float32 (32 passes of compare and sum),
+so ties with that logit are all kept. The draw inverts the cumulative distribution at one uniform
+number made from (seed, position), so a sample doesn't depend on the batch it ran in, nor on the
+other rows. Greedy rows (temperature 0) take the largest logit after the mask.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,8 @@ DRAW_BLOCK = 256
 
 
 class Sampled(NamedTuple):
-    """What a sampling step brings; the log-probabilities are empty unless the step is of kind FULL."""
+    """What a sampling step brings; the log-probabilities are empty unless the step is of kind
+    FULL."""
 
     tokens: Int[Array, " R"]
     logprobs: Float[Array, "R _"]
@@ -35,7 +37,8 @@ def sample(
     mask: UInt32[Array, "R W"] | None,
     kind: SampleKind,
 ) -> Sampled:
-    """One token a row. `packed` is step.pack_sampling's, `mask` step.pack_mask's (for kind FULL only)."""
+    """One token a row. `packed` is step.pack_sampling's, `mask` step.pack_mask's (for kind FULL
+    only)."""
     R = logits.shape[0]
     raw = logits.astype(jnp.float32)
     none = jnp.zeros((R, 0), jnp.float32)
@@ -77,7 +80,8 @@ def keep_top_k(logits: Float[Array, "R V"], top_k: Int[Array, " R"]) -> Float[Ar
 
 
 def keep_top_p(logits: Float[Array, "R V"], top_p: Float[Array, " R"]) -> Float[Array, "R V"]:
-    """Keeps the fewest likeliest tokens whose probability is at least `top_p`, and ties with the last. 1: all."""
+    """Keeps the fewest likeliest tokens whose probability is at least `top_p`, and ties with the
+    last. 1: all."""
     weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     target = jnp.where(top_p < 1, top_p * jnp.sum(weights, axis=-1), jnp.inf)
     return _keep(logits, lambda kept: jnp.sum(jnp.where(kept, weights, 0), axis=-1) >= target)
@@ -90,7 +94,8 @@ def keep_min_p(logits: Float[Array, "R V"], min_p: Float[Array, " R"]) -> Float[
 
 
 def _keep(logits, enough) -> Float[Array, "R V"]:
-    """Drops logits under the largest bound for which `enough(logits >= bound)` holds; keeps all where none does."""
+    """Drops logits under the largest bound for which `enough(logits >= bound)` holds; keeps all
+    where none does."""
     order = _sortable(logits)
 
     def halve(bit, bound):
@@ -110,7 +115,8 @@ def _sortable(x: Float[Array, "R V"]) -> UInt32[Array, "R V"]:
 def uniform(
     seed_low: Int[Array, " R"], seed_high: Int[Array, " R"], position: Int[Array, " R"]
 ) -> Float[Array, " R"]:
-    """A number in [0, 1) for each row, from its seed and the position of the token it draws, and nothing else."""
+    """A number in [0, 1) for each row, from its seed and the position of the token it draws, and
+    nothing else."""
 
     def one(low, high, at):
         words = jnp.stack([high, low]).astype(jnp.uint32)
@@ -123,7 +129,8 @@ def uniform(
 def draw(logits: Float[Array, "R V"], u: Float[Array, " R"]) -> Int[Array, " R"]:
     """The token at which the cumulative probability passes `u`; never one whose logit is -inf.
 
-    Two levels (sums of blocks of 256, then within one block) keep the cost near one pass over the vocabulary.
+    Two levels (sums of blocks of 256, then within one block) keep the cost near one pass over the
+    vocabulary.
     """
     R, V = logits.shape
     weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
@@ -140,7 +147,8 @@ def draw(logits: Float[Array, "R V"], u: Float[Array, " R"]) -> Int[Array, " R"]
 def _first_past(
     weights: Float[Array, "R B"], goal: Float[Array, " R"]
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """First index of positive weight where the running sum exceeds `goal`, and the running sum ahead of it.
+    """First index of positive weight where the running sum exceeds `goal`, and the running sum
+    ahead of it.
 
     Where rounding leaves none: the last index of positive weight.
     """

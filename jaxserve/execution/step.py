@@ -1,10 +1,12 @@
-"""One step's inputs: packed by the host into one i32 buffer, taken apart again inside the compiled step.
+"""One step's inputs: packed by the host into one i32 buffer, taken apart again inside the compiled
+step.
 
-    packed:  token_ids[T] | query_start[S+1] | kv_lens[S] | slots[S] | num_decode_rows | page_table[S*P]
+    packed:  token_ids[T] | query_start[S+1] | kv_lens[S] | slots[S] | num_decode_rows |
+    page_table[S*P]
 
-A token id of -1 stands for the token that the last step sampled for that sequence, which only the device knows yet.
-Positions and cache slots follow from the rest on the device. Padding rows have kv_len 0 and no tokens; padding tokens
-write to page 0, which is never handed out.
+A token id of -1 stands for the token that the last step sampled for that sequence, which only the
+device knows yet. Positions and cache slots follow from the rest on the device. Padding rows have
+kv_len 0 and no tokens; padding tokens write to page 0, which is never handed out.
 """
 
 import jax
@@ -23,12 +25,22 @@ def packed_size(shape: StepShape) -> int:
     return shape.tokens + 3 * shape.seqs + 2 + shape.seqs * shape.pages
 
 
-SAMPLE_FIELDS = ("slot", "seed_low", "seed_high", "position", "top_k", "temperature", "top_p", "min_p")
+SAMPLE_FIELDS = (
+    "slot",
+    "seed_low",
+    "seed_high",
+    "position",
+    "top_k",
+    "temperature",
+    "top_p",
+    "min_p",
+)
 """Rows of the packed sampling buffer; the last three are float32 bits."""
 
 
 class Packer:
-    """Fills the buffers of steps. What stays the same between steps is kept by slot: page-table rows, sampling options."""
+    """Fills the buffers of steps. What stays the same between steps is kept by slot: page-table
+    rows, sampling options."""
 
     def __init__(self, max_num_seqs: int, pages: int):
         self._page_table = np.zeros((max_num_seqs, pages), np.int32)
@@ -79,10 +91,12 @@ class Packer:
     def pack_sampling(
         self, batch: Batch, num_rows: int, vocab_size: int
     ) -> tuple[SampleKind, np.ndarray, np.ndarray | None]:
-        """What the sampler needs: the cheapest kind that serves every row, its buffer, and for FULL the token masks.
+        """What the sampler needs: the cheapest kind that serves every row, its buffer, and for FULL
+        the token masks.
 
-        The buffer is i32[len(SAMPLE_FIELDS), num_rows]. A row that doesn't sample, or is padding, has a slot out of
-        range. Masks are u32[num_rows, ceil(V/32)]: bit v%32 of word v//32 says whether token v may be sampled.
+        The buffer is i32[len(SAMPLE_FIELDS), num_rows]. A row that doesn't sample, or is padding,
+        has a slot out of range. Masks are u32[num_rows, ceil(V/32)]: bit v%32 of word v//32 says
+        whether token v may be sampled.
         """
         rows = batch.rows
         for row in rows:
@@ -140,7 +154,8 @@ def _signed(value: int) -> int:
 def unpack(
     packed: jax.Array, last_token: jax.Array, shape: StepShape, page_size: int
 ) -> tuple[jax.Array, jax.Array, AttentionMeta, jax.Array]:
-    """-> token_ids i32[T], positions i32[T], attention's meta, logit_rows i32[S]: each row's last token."""
+    """-> token_ids i32[T], positions i32[T], attention's meta, logit_rows i32[S]: each row's last
+    token."""
     T, S, P = shape.tokens, shape.seqs, shape.pages
     token_ids, query_start, kv_lens, slots, num_decode_rows, page_table = jnp.split(
         packed, np.cumsum([T, S + 1, S, S, 1])

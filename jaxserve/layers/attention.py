@@ -12,9 +12,10 @@ from sharding.place import Placement
 
 
 class Attention(nnx.Module):
-    """Projections, optional norms of q and k, rotary positions; the attending itself is the caller's.
+    """Projections, norms of q and k where a model has them, rotary positions; the caller attends.
 
-    Weights are grouped by kv head, so that splitting kv heads over devices keeps q, k and v of a group together:
+    Weights are grouped by kv head, so that splitting kv heads over devices keeps q, k and v of a
+    group together:
     ```
     qkv [K, G+2, H, D]:  kv head 0: q q .. q k v | kv head 1: q q .. q k v | ...
                                     G times
@@ -71,7 +72,7 @@ class Attention(nnx.Module):
     def output(self, o: Float[Array, "T N H"]) -> Float[Array, "T D"]:
         """Back to model width: summed over heads, and over the devices that share them."""
         weight = self.o.get_value()
-        # As matrices: given three contracted dimensions XLA may reorder them, and copies the weight to do so.
+        # As matrices: of three contracted dimensions XLA may change the order, copying the weight.
         o = o.reshape(o.shape[0], -1)
         x = linear(o, weight.reshape(weight.shape[0], -1), self.placement)
         x = self.placement.constrain(x, ("tokens", "embed"))

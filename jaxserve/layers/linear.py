@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from sharding.place import Placement
 
-# Above this many rows both ways to write a product are equally fast on the CPU, and the transpose costs.
+# With more rows both ways to write a product are equally fast on the CPU, and the transpose costs.
 _MAX_WEIGHT_FIRST_ROWS = 128
 
 
@@ -20,10 +20,11 @@ def linear(
 ) -> Float[Array, "T *outputs"]:
     """x times the weight, which is stored outputs first, as checkpoints have it.
 
-    Of several output dimensions only the first may be split over devices: they are multiplied as one (given more, XLA
-    may copy the whole weight to reorder them). On the CPU few rows are multiplied with the weight as left operand,
-    which takes 0.5 to 0.8 of the time at 2 to 64 rows (a SmolLM2-135M step in float32, JAX 0.11.2); the barrier keeps
-    XLA from turning the product around again.
+    Of several output dimensions only the first may be split over devices: they are multiplied as
+    one (given more, XLA may copy the whole weight to reorder them). On the CPU few rows are
+    multiplied with the weight as left operand, which takes 0.5 to 0.8 of the time at 2 to 64 rows
+    (a SmolLM2-135M step in float32, JAX 0.11.2); the barrier keeps XLA from turning the product
+    around again.
     """
     matrix = weight.reshape(-1, weight.shape[-1])
     if placement.on_cpu and x.shape[0] <= _MAX_WEIGHT_FIRST_ROWS:

@@ -11,15 +11,16 @@ from sharding.place import Placement
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one weight: gate_up [F, 2, D] (gate first), down [D, F]."""
+    """down(silu(gate(x)) * up(x)), with gate and up in one weight.
+
+    gate_up [F, 2, D], gate first, so that splitting F over devices keeps pairs; down [D, F].
+    """
 
     def __init__(
         self, width: int, mlp_width: int, *, bias: bool, placement: Placement, dtype: DTypeLike
     ):
         self.placement = placement
-        self.gate_up = parameter(
-            (mlp_width, 2, width), ("mlp", None, "embed"), dtype, fan_in=width
-        )
+        self.gate_up = parameter((mlp_width, 2, width), ("mlp", None, "embed"), dtype, fan_in=width)
         self.down = parameter((width, mlp_width), ("embed", "mlp"), dtype, fan_in=mlp_width)
         self.gate_up_bias = (
             parameter((mlp_width, 2), ("mlp", None), dtype, fan_in=width) if bias else None

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864), the halves convention: dimension i turns together with i + H/2."""
+"""Rotary position embedding (arXiv:2104.09864): dimension i turns together with i + H/2."""
 
 import math
 
@@ -14,12 +14,18 @@ def frequencies(head_dim: int, theta: float) -> np.ndarray:
 
 
 def stretch_llama3(
-    freqs: np.ndarray, *, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
+    freqs: np.ndarray,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_context: int,
 ) -> np.ndarray:
     """Llama 3.1's stretch: long waves divided by `factor`, short ones kept, a ramp between.
 
-    A wave is long when the original context holds fewer than `low_freq_factor` of it, short over `high_freq_factor`.
-    Source: github.com/meta-llama/llama-models, models/llama3/reference_impl/model.py, apply_scaling.
+    A wave is long when the original context holds fewer than `low_freq_factor` of it, short over
+    `high_freq_factor`. Source: github.com/meta-llama/llama-models,
+    models/llama3/reference_impl/model.py, apply_scaling.
     """
     waves = original_context * freqs / (2 * math.pi)
     kept = np.clip((waves - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
@@ -31,7 +37,7 @@ def rope_tables(
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """Cosines and sines for a step's tokens, float32: made once, used by every layer."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freqs, jnp.float32)
-    # The barrier keeps XLA from fusing them into every layer, where each head would compute them again.
+    # Without the barrier XLA computes them again in every layer, for each head.
     return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 

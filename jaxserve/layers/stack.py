@@ -12,9 +12,10 @@ def run_layers[Layer: nnx.Module](
     kv: Sequence[jax.Array],
     step: Callable[[int, Layer, jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Runs `step(index, layer, hidden, kv pages) -> (hidden, kv pages)` through the layers, unrolled.
+    """Runs step(index, layer, hidden, kv pages) -> (hidden, kv pages) through the layers.
 
-    Unrolled, because a scan copies each layer's weights out of the stack: a third of the memory rate (H200, JAX 0.11.2).
+    Unrolled, because a scan copies each layer's weights out of the stack: a third of the memory
+    rate (H200, JAX 0.11.2).
     """
     written = []
     for index, (layer, pages) in enumerate(zip(layers, kv, strict=True)):

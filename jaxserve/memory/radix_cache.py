@@ -108,7 +108,6 @@ class RadixCache:
             num_freed += 1
             if isinstance(above, int):
                 self.num_children[above] -= 1
-                self.last_used[above] = max(used, self.last_used[above])
                 self._offer(above)
         return num_freed
 

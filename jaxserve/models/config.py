@@ -1,7 +1,8 @@
 """A model's shape and switches, read from Hugging Face's `config.json`. Imports no jax.
 
-A key that nothing here handles is refused by name: a model that would silently compute something else is worse than one
-that does not load. Sources of the defaults: transformers 5's `configuration_<family>.py`.
+A key that nothing here handles is refused by name: a model that would silently compute something
+else is worse than one that does not load. Sources of the defaults: transformers 5's
+`configuration_<family>.py`.
 """
 
 import dataclasses
@@ -13,14 +14,41 @@ from jaxserve.types import ConfigError, UnsupportedModel
 
 # Keys that say nothing about what the model computes at inference.
 HARMLESS_KEYS = frozenset(
-    """
-    _name_or_path _attn_implementation_autoset architectures attention_dropout auto_map bos_token_id
-    chunk_size_feed_forward dtype eos_token_id finetuning_task id2label initializer_range
-    is_llama_config label2id max_length model_type output_attentions output_hidden_states
-    pad_token_id pretraining_tp problem_type return_dict rms_norm_eps task_specific_params
-    tokenizer_class torch_dtype torchscript transformers.js_config transformers_version unk_token_id
-    unsloth_fixed unsloth_version use_cache vocab_size
-    """.split()
+    [
+        "_name_or_path",
+        "_attn_implementation_autoset",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "id2label",
+        "initializer_range",
+        "is_llama_config",
+        "label2id",
+        "max_length",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "rms_norm_eps",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+        "vocab_size",
+    ]
 )
 
 # Keys that are fine at one value only, because nothing here does the other thing.
@@ -38,17 +66,25 @@ ONLY_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 SHAPE_KEYS = frozenset(
-    """
-    head_dim hidden_size intermediate_size max_position_embeddings num_attention_heads
-    num_hidden_layers num_key_value_heads rope_parameters rope_scaling rope_theta
-    tie_word_embeddings
-    """.split()
+    [
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
+    ]
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to a longer context than the model was first trained on."""
+    """How rotary frequencies are stretched to a context longer than that first trained on."""
 
     kind: Literal["linear", "llama3"]
     factor: float
@@ -61,7 +97,8 @@ class RopeScaling:
 class ModelConfig:
     """Everything a family's code needs to know. Counts are of the whole model, whatever the mesh.
 
-    The last two fields say how parameters and KV pages are laid out on the mesh; `for_mesh` sets them.
+    The last two fields say how parameters and KV pages are laid out on the mesh; `for_mesh` sets
+    them.
     """
 
     model_type: str
@@ -82,21 +119,24 @@ class ModelConfig:
     qk_norm: bool
     tie_word_embeddings: bool
     sliding_window: int | None
-    """A query sees its own token and the `sliding_window - 1` before it, in the layers that slide."""
+    """In layers that slide a query sees its own token and the `sliding_window - 1` before."""
     sliding_layers: tuple[bool, ...]
     """Which layers slide: all False without a window."""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     stored_kv_heads: int
-    """Kv heads as stored: `num_kv_heads`, or more when each is repeated to give every device one."""
+    """`num_kv_heads`, or more when each is repeated so that every device has one."""
     stored_vocab_size: int
     """Rows of the embedding as stored: `vocab_size`, padded to divide over the mesh."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
-        """Reads a `config.json`. Raises: UnsupportedModel naming the key, its value and what is allowed."""
+        """Reads a `config.json`.
+
+        Raises: UnsupportedModel naming the key, its value and what is allowed.
+        """
         model_type = config.get("model_type")
-        if model_type not in VARIANTS:
+        if not isinstance(model_type, str) or model_type not in VARIANTS:
             raise _refuse("model_type", model_type, ", ".join(sorted(VARIANTS)))
         return _read(config, VARIANTS[model_type])
 
@@ -105,7 +145,7 @@ class ModelConfig:
         return self.sliding_window if self.sliding_layers[layer] else None
 
     def for_mesh(self, tensor: int, vocab_ways: int = 1) -> "ModelConfig":
-        """The same model with its parameters laid out for `tensor` devices, vocabulary over `vocab_ways`.
+        """The same model, laid out for `tensor` devices with its vocabulary over `vocab_ways`.
 
         Raises: ConfigError as `shard_heads` does.
         """
@@ -117,9 +157,10 @@ class ModelConfig:
 
 
 def shard_heads(config: ModelConfig, tensor: int) -> int:
-    """Kv heads as stored when `tensor` devices split the model: `num_kv_heads`, or `tensor` when that is more.
+    """Kv heads as stored when `tensor` devices split the model: at least one for each.
 
-    With fewer kv heads than devices each is repeated, so that a device holds the kv head of its query heads.
+    With fewer kv heads than devices each is repeated, so that a device holds the kv head of its
+    query heads.
     Raises: ConfigError naming the sizes that work.
     """
 
@@ -156,7 +197,9 @@ class Variant:
     """by_layer: `use_sliding_window`, `max_window_layers` or `layer_types` decide."""
 
 
-_WINDOW_KEYS = frozenset(("layer_types", "max_window_layers", "sliding_window", "use_sliding_window"))
+_WINDOW_KEYS = frozenset(
+    ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+)
 
 # One entry for each model_type; its code is in `registry.FAMILIES`.
 VARIANTS: Mapping[str, Variant] = {
@@ -195,6 +238,8 @@ def _refuse(key: str, value: Any, allowed: str) -> UnsupportedModel:
 
 def _check_keys(config: Mapping[str, Any], variant: Variant) -> None:
     known = HARMLESS_KEYS | SHAPE_KEYS | ONLY_VALUES.keys() | variant.keys
+    # Families without these switches are sometimes written with them, off.
+    known |= {key for key in ("attention_bias", "mlp_bias") if config.get(key) is False}
     # A null key is an absent one, in every config.json.
     unknown = sorted(key for key, value in config.items() if key not in known and value is not None)
     if unknown:
@@ -239,7 +284,9 @@ def _read(config: Mapping[str, Any], variant: Variant) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise _refuse("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} query heads")
     if get("head_dim") is None and hidden_size % num_heads:
-        raise _refuse("hidden_size", hidden_size, f"a multiple of {num_heads} heads, or give head_dim")
+        raise _refuse(
+            "hidden_size", hidden_size, f"a multiple of {num_heads} heads, or give head_dim"
+        )
     head_dim = whole("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise _refuse("head_dim", head_dim, "an even number")
@@ -286,15 +333,18 @@ def _token_ids(config: Mapping[str, Any], key: str, vocab_size: int) -> tuple[in
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
             raise _refuse(key, value, "a token id, a list of them, or null")
-    # Some checkpoints name an id that their vocabulary does not have (-1, for "none"): it can never be sampled.
+    # Some checkpoints name an id that their vocabulary does not have (-1, for "none"): it can never
+    # be sampled.
     return tuple(token for token in ids if 0 <= token < vocab_size)
 
 
 def _read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Base and scaling: `rope_parameters`, or `rope_theta` and `rope_scaling` as it was before."""
     name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     rope = config.get(name)
     rope = {} if rope is None else rope
+    if config.get("rope_scaling") not in (None, rope):
+        raise _refuse("rope_scaling", config["rope_scaling"], "null next to rope_parameters")
     if not isinstance(rope, Mapping):
         raise _refuse(name, rope, "an object or null")
     theta = _positive("rope_theta", rope.get("rope_theta", config.get("rope_theta", 10000.0)))
@@ -316,16 +366,17 @@ def _read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, Ro
         )
     if rope.get("partial_rotary_factor", 1) != 1:
         raise _refuse(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], "1")
-    numbers = {key: _positive(f"{name}.{key}", rope.get(key)) for key in needs[kind]}
     if kind == "default":
         return theta, None
+    factor, *low_high = (_positive(f"{name}.{key}", rope.get(key)) for key in needs[kind])
     if kind == "linear":
-        return theta, RopeScaling("linear", **numbers)
+        return theta, RopeScaling("linear", factor)
     key = "original_max_position_embeddings"
     original = int(_positive(f"{name}.{key}", rope.get(key, max_positions)))
-    if numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
+    low, high = low_high
+    if high <= low:
         raise _refuse(f"{name}.high_freq_factor", rope["high_freq_factor"], "over low_freq_factor")
-    return theta, RopeScaling("llama3", **numbers, original_max_position_embeddings=original)
+    return theta, RopeScaling("llama3", factor, low, high, original)
 
 
 def _read_window(
@@ -347,7 +398,8 @@ def _read_window(
     layer_types = config.get("layer_types")
     if layer_types is None:
         first = config.get("max_window_layers", variant.defaults.get("max_window_layers"))
-        first = 0 if first is None else first
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise _refuse("max_window_layers", first, "an integer")
         slides = tuple(window is not None and i >= first for i in range(num_layers))
     else:
         slides = _read_layer_types(layer_types, num_layers)

@@ -1,7 +1,7 @@
-"""The Llama family: Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3 (RMSNorm, rotary positions, grouped queries, SwiGLU)."""
+"""The Llama family: Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -20,8 +20,9 @@ from jaxserve.models.config import ModelConfig
 from sharding.place import Placement
 
 
+@runtime_checkable
 class Attend(Protocol):
-    """Writes a layer's new keys and values to its pages, then attends; the runner's wrapper of the kernel."""
+    """Writes a layer's new keys and values to its pages, then attends; the runner brings it."""
 
     def __call__(
         self,
@@ -60,7 +61,7 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The whole model. Build it abstractly, then run its methods inside one `jax.jit` (see `registry.build`)."""
+    """The whole model: built abstractly by `registry.build`, run inside one `jax.jit`."""
 
     def __init__(self, config: ModelConfig, placement: Placement, dtype: DTypeLike):
         self.config = config
@@ -81,9 +82,10 @@ class Llama(nnx.Module):
         kv: Sequence[jax.Array],
         attend: Attend,
     ) -> tuple[Float[Array, "T D"], tuple[jax.Array, ...]]:
-        """Runs the layers over a step's tokens; each layer's pages in `kv` come back with the new ones written.
+        """Runs the layers over a step's tokens; returns hidden states and each layer's pages.
 
-        The hidden states are those before the last norm: `logits` applies it, to the rows that need it.
+        The hidden states are those before the last norm: `logits` applies it, to the rows that need
+        it.
         """
         hidden = embedding.embed(token_ids, self.embedding.get_value())
         hidden = self.placement.constrain(hidden, ("tokens", "embed"))
@@ -155,7 +157,7 @@ def _vocab_rows(tensors: Sequence[np.ndarray], config: ModelConfig) -> np.ndarra
 
 
 def ignored(config: ModelConfig) -> tuple[str, ...]:
-    """Patterns of checkpoint tensors that the model has no use for: old buffers, a copy of a tied embedding."""
+    """Patterns of tensors that the model has no use for: old buffers, a tied embedding's copy."""
     return (*IGNORED, r"lm_head\.weight") if config.tie_word_embeddings else IGNORED
 
 
@@ -196,13 +198,9 @@ WEIGHTS: tuple[Rule, ...] = (
         when=_has("qk_norm"),
     ),
     Rule("layers.{i}.attention.o", (f"{_ATTENTION}o_proj.weight",), _o),
-    Rule(
-        "layers.{i}.attention.o_bias", (f"{_ATTENTION}o_proj.bias",), _same, when=_has("o_bias")
-    ),
+    Rule("layers.{i}.attention.o_bias", (f"{_ATTENTION}o_proj.bias",), _same, when=_has("o_bias")),
     Rule("layers.{i}.mlp_norm.scale", ("model.layers.{i}.post_attention_layernorm.weight",), _same),
-    Rule(
-        "layers.{i}.mlp.gate_up", (f"{_MLP}gate_proj.weight", f"{_MLP}up_proj.weight"), _paired
-    ),
+    Rule("layers.{i}.mlp.gate_up", (f"{_MLP}gate_proj.weight", f"{_MLP}up_proj.weight"), _paired),
     Rule(
         "layers.{i}.mlp.gate_up_bias",
         (f"{_MLP}gate_proj.bias", f"{_MLP}up_proj.bias"),

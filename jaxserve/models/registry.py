@@ -1,8 +1,8 @@
-"""Which code serves which model, and how a model is built for a mesh: abstractly, values come later."""
+"""Which code serves which model, and how one is built for a mesh, without its values."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -17,6 +17,7 @@ from sharding import place
 from sharding.place import Distribution, Placement
 
 
+@runtime_checkable
 class Model(Protocol):
     """What the runner calls, inside its jitted steps; `llama.Llama` documents shapes."""
 
@@ -54,7 +55,7 @@ FAMILIES: Mapping[str, Family] = {
 def family(config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`. Raises: UnsupportedModel naming its model_type."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModel(
             f"config key model_type is {model_type!r}; allowed: {', '.join(sorted(FAMILIES))}"
         )
@@ -72,7 +73,7 @@ class BuiltModel:
     """Path to shape, dtype and sharding of each parameter, such as `layers.3.attention.qkv`."""
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...]
-    """Regular expressions, matched whole, of checkpoint tensors that no rule uses and that is fine."""
+    """Regular expressions, matched whole, of checkpoint tensors that nothing needs."""
     graphdef: nnx.GraphDef[Any]
     distributions: Mapping[str, Distribution]
 
@@ -94,8 +95,8 @@ class BuiltModel:
 def build(config: Mapping[str, Any], mesh: Mesh, layout: str, dtype: DTypeLike) -> BuiltModel:
     """Builds the model of a Hugging Face `config.json` for a mesh, without allocating anything.
 
-    Raises: UnsupportedModel for a family or config key that nothing handles; ConfigError when the model does not divide
-    over the mesh (naming sizes that do), or the layout is unknown.
+    Raises: UnsupportedModel for a family or config key that nothing handles; ConfigError when the
+    model does not divide over the mesh (naming sizes that do), or the layout is unknown.
     """
     found = family(config)
     try:

@@ -136,7 +136,6 @@ class Scheduler:
         running, page_size = self.running, self.config.page_size
         spare = self.config.max_batched_tokens - len(running)
         num_preemptions = self.num_preemptions
-        owed = 0  # pages that admitted sequences still need for the tokens they have
         index = 0
         while index < len(running):  # preemption shortens it from the end
             sequence = running[index]
@@ -146,7 +145,7 @@ class Scheduler:
                 spare += 1
                 continue
             start = sequence.num_computed
-            wanted = num_tokens = total - start
+            num_tokens = total - start
             if num_tokens > 1:
                 num_tokens = min(num_tokens, 1 + spare)
             if start + num_tokens > len(sequence.pages) * page_size:
@@ -155,8 +154,6 @@ class Scheduler:
                 row = self._advance(sequence, num_tokens, updates)
                 (decodes if num_tokens == 1 and row.samples else others).append(row)
             spare -= num_tokens - 1
-            if num_tokens < wanted:
-                owed += self._num_pages(total) - len(sequence.pages)
 
         # Whoever was just preempted would be the first to come back: not in the same step.
         if (
@@ -166,14 +163,13 @@ class Scheduler:
             and num_preemptions == self.num_preemptions
         ):
             for sequence in self.policy(self.waiting, self._num_matched):
-                if spare <= 0 or not self.free_slots or not self._admit(sequence, owed):
+                if spare <= 0 or not self.free_slots or not self._admit(sequence):
                     break
-                total = len(sequence.token_ids)
-                num_tokens = self._grow(sequence, min(spare, total - sequence.num_computed))
+                num_tokens = min(spare, len(sequence.token_ids) - sequence.num_computed)
+                num_tokens = self._grow(sequence, num_tokens)
                 row = self._advance(sequence, num_tokens, updates)
                 (decodes if num_tokens == 1 and row.samples else others).append(row)
                 spare -= num_tokens
-                owed += self._num_pages(total) - len(sequence.pages)
 
         rows = decodes + others if others else decodes
         if not rows:
@@ -298,18 +294,19 @@ class Scheduler:
     def _root(self, sequence: Sequence) -> tuple[int, str, str]:
         return (self.cache_version, sequence.request.adapter, sequence.request.cache_salt)
 
-    def _admit(self, sequence: Sequence, owed: int) -> bool:
+    def _admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence a slot and its cached prefix, if there are pages for all of it.
 
-        Running ones come first with what they are `owed` and a page each to grow into, or the
-        newcomer would soon be preempted. With none running anything fits.
+        Each of those running keeps a page to grow into, or the newcomer would soon be preempted.
+        (There is a budget for newcomers only when all running ones have pages for all they have.)
+        With none running anything fits.
         """
         if sequence.num_pending:  # preempted; it can't go on before its token in flight is known
             return False
         shared = self._match(sequence)
         self.cache.lock(shared)
         needed = self._num_pages(len(sequence.token_ids)) - len(shared)
-        if self.running and self._num_available() < needed + owed + len(self.running):
+        if self.running and self._num_available() < needed + len(self.running):
             self.cache.unlock(shared)
             return False
         if self.waiting[0] is not sequence:

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: write a step's keys and values, then attend to everything cached."""
+"""Attention over a paged KV cache: write a step's keys and values, then attend to all cached."""
 
 from pallas_kernels.paged_attention.api import (
     IMPLEMENTATIONS,

@@ -93,7 +93,6 @@ def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, interpret):
     elif impl == "tpu":
         from pallas_kernels.paged_attention import tpu
 
-        tpu.check(spec)
         out = tpu.attend(q, kv_pages, meta, interpret=interpret, **options)
     else:
         raise NotImplementedError(

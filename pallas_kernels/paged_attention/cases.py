@@ -1,6 +1,7 @@
 """Shapes that tests, benches and tuning share: what real models ask of paged attention."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from pallas_kernels.paged_attention.meta import AttentionMeta, Kind
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call: (query_len, kv_len) for each row, single-query rows first, and the model's sizes."""
+    """One call: (query_len, kv_len) for each row, single-query rows first, and model sizes."""
 
     name: str
     rows: tuple[tuple[int, int], ...]
@@ -48,7 +49,7 @@ class Case:
 
 
 def make_inputs(case: Case, seed: int = 0, *, poison: bool = False, table_width: int | None = None):
-    """(q, k, v, kv_pages, meta, sinks) for a case: random, pages scattered, as numpy and jnp arrays.
+    """(q, k, v, kv_pages, meta, sinks) for a case: random values on scattered pages.
 
     The cache already holds each row's older tokens. poison: all other cache is NaN (else random),
     and page table entries past a row's end are out of range.
@@ -101,12 +102,17 @@ def make_inputs(case: Case, seed: int = 0, *, poison: bool = False, table_width:
     return (*(jnp.asarray(a) for a in (q, k, v, kv_pages)), meta, sinks)
 
 
-LLAMA_8B = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-SMOLLM2_135M = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "dtype": "float32"}
-QWEN3_14B = {"num_heads": 40, "num_kv_heads": 8, "head_dim": 128}
-GEMMA2_9B = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "soft_cap": 50.0}
-GPT_OSS_20B = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "sinks": True}
-MISTRAL_7B = {**LLAMA_8B, "sliding_window": 4096}
+LLAMA_8B: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+SMOLLM2_135M: dict[str, Any] = {
+    "num_heads": 9,
+    "num_kv_heads": 3,
+    "head_dim": 64,
+    "dtype": "float32",
+}
+QWEN3_14B: dict[str, Any] = {"num_heads": 40, "num_kv_heads": 8, "head_dim": 128}
+GEMMA2_9B: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "soft_cap": 50.0}
+GPT_OSS_20B: dict[str, Any] = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "sinks": True}
+MISTRAL_7B: dict[str, Any] = {**LLAMA_8B, "sliding_window": 4096}
 
 CASES: tuple[Case, ...] = (
     Case("smollm2-decode-1", ((1, 300),), **SMOLLM2_135M),

@@ -35,7 +35,7 @@ class AttentionMeta:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """The static side of a call, hashable: what a kernel is compiled for. Sizes are one device's."""
+    """The static side of a call, hashable: what a kernel is compiled for; one device's sizes."""
 
     kind: Kind
     num_heads: int

@@ -10,7 +10,8 @@ known only at run time make the cost follow the real lengths instead of the page
 Both keep a running maximum and sum (online softmax, arXiv:1805.02867) in float32.
 """
 
-import jax
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -18,10 +19,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.paged_attention.meta import AttentionMeta, Kind
 
 MASKED = -1e30  # finite, so that a block in which a query sees nothing makes no NaN
-TILE_QUERIES = 32
-DECODE_ITEMS = 8
+DECODE_ITEMS = 16  # (row, block) pairs of an iteration, fewer where there are few rows
 DECODE_BLOCK = 64
-CHUNK_BLOCK = 256
+ONE_ROW_BLOCK = 128
+TILE_QUERIES = 32
+TILE_BLOCK = 256
 
 
 def write_kv(
@@ -48,15 +50,20 @@ def attend(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
+    rows_kernel: Callable[..., Array] | None = None,
 ) -> Float[Array, "T N H"]:
-    """Softmax attention of each query over the cached tokens of its row, up to its own position."""
+    """Softmax attention of each query over the cached tokens of its row, up to its own position.
+
+    rows_kernel: a kernel that takes the place of this module's `attend_rows`.
+    """
+    rows_kernel = rows_kernel or attend_rows
     options = {"sm_scale": sm_scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
     if kind == "decode":
-        return attend_rows(q, kv_pages, meta.page_table, meta.kv_lens, sinks=sinks, **options)
+        return rows_kernel(q, kv_pages, meta.page_table, meta.kv_lens, sinks=sinks, **options)
     num_rows = min(len(meta.kv_lens), len(q))  # a decode row has a token of its own
     rows = jnp.arange(num_rows)
     lens = jnp.where(rows < meta.num_decode_rows, meta.kv_lens[:num_rows], 0)
-    single = attend_rows(
+    single = rows_kernel(
         q[:num_rows], kv_pages, meta.page_table[:num_rows], lens, sinks=sinks, **options
     )
     out = jnp.zeros_like(q).at[:num_rows].set(single)
@@ -76,11 +83,22 @@ def attend_rows(
 ) -> Float[Array, "S N H"]:
     """One query a row, each its sequence's newest token. Zeros for rows of length 0."""
     num_rows, num_heads, head_dim = q.shape
-    dtype = q.dtype
-    page_size, num_kv_heads = kv_pages.shape[1], kv_pages.shape[2] // 2
-    items = min(DECODE_ITEMS, num_rows)
-    block = page_size * max(1, DECODE_BLOCK // page_size)
-    q = _group_heads(q, num_kv_heads) * sm_scale
+    options = {"sliding_window": sliding_window, "soft_cap": soft_cap, "sinks": sinks}
+    if num_rows == 1:
+        return _attend_tile(
+            q,
+            kv_pages,
+            page_table,
+            jnp.int32(0),
+            kv_lens[0],
+            kv_lens - 1,
+            block=_block(ONE_ROW_BLOCK, kv_pages),
+            sm_scale=sm_scale,
+            **options,
+        ).astype(q.dtype)
+    items = min(DECODE_ITEMS, 2 * num_rows)
+    block = _block(DECODE_BLOCK, kv_pages)
+    queries = _group_heads(q, kv_pages) * sm_scale
 
     # The list of work: row s owns items [ends[s] - blocks[s], ends[s]), in row order.
     first_token = _window_start(kv_lens - 1, sliding_window)
@@ -90,35 +108,32 @@ def attend_rows(
     # Rows without work are left out of the running state, so that `items` neighbouring items
     # touch at most `items` neighbouring rows of it.
     place = jnp.cumsum(blocks > 0) - 1
+    # What the loop looks up of a row, in one array, for one small gather instead of four.
+    table = jnp.stack([first_block - (ends - blocks), kv_lens, first_token, place], axis=1)
 
     def step(i, state):
         item = i * items + jnp.arange(items)
         row = jnp.sum(item[:, None] >= ends, axis=1)
         live = row < num_rows
         row = jnp.minimum(row, num_rows - 1)
-        index = first_block[row] + item - (ends - blocks)[row]
-        length = jnp.where(live, kv_lens[row], 0)
-        k, v, position = _read_block(kv_pages, page_table, row, index, length, block)
-        seen = (position < length[:, None]) & (position >= first_token[row][:, None])
-        scores = jnp.einsum("iKGH,iKtH->iKGt", q[row], k, precision=_precision(kv_pages))
+        shift, length, oldest, lane = table[row].T
+        length = jnp.where(live, length, 0)
+        k, v, position = _read_block(kv_pages, page_table, row, item + shift, length, block)
+        seen = (position < length[:, None]) & (position >= oldest[:, None])
+        scores = jnp.einsum("iKGH,iKtH->iKGt", queries[row], k, precision=_precision(kv_pages))
         scores = jnp.where(seen[:, None, None], _cap(scores, soft_cap), MASKED)
         top = scores.max(-1)
         weights = jnp.exp(scores - top[..., None])
         out = jnp.einsum("iKGt,iKtH->iKGH", weights, v, precision=_precision(kv_pages))
-        start = place[row[0]]
-        lane = jnp.where(live, place[row] - start, items)
+        start = lane[0]
+        lane = jnp.where(live, lane - start, items)
         return _merge(state, start, lane, top, weights.sum(-1), out)
 
-    shape = (num_rows + items - 1, *q.shape[1:])
-    state = (
-        jnp.full(shape[:-1], MASKED, jnp.float32),
-        jnp.zeros(shape[:-1], jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-    )
-    state = lax.fori_loop(0, _ceil_div(ends[-1], items), step, state)
-    out = _finish(*state, sinks)[jnp.maximum(place, 0)]
+    state = _empty_state((num_rows + items - 1, *queries.shape[1:]))
+    top, total, out = lax.fori_loop(0, _ceil_div(ends[-1], items), step, state)
+    out = _finish(top, total, out, sinks)[jnp.maximum(place, 0)]
     out = jnp.where((kv_lens > 0)[:, None, None, None], out, 0)
-    return out.reshape(num_rows, num_heads, head_dim).astype(dtype)
+    return out.reshape(num_rows, num_heads, head_dim).astype(q.dtype)
 
 
 def _merge(state, start, lane, top, total, out):
@@ -127,9 +142,7 @@ def _merge(state, start, lane, top, total, out):
     Item i belongs to row start + lane[i]; lane[i] == len(lane) says to none.
     """
     items = len(lane)
-    old_top, old_total, old_out = (
-        lax.dynamic_slice_in_dim(part, start, items) for part in state
-    )
+    old_top, old_total, old_out = (lax.dynamic_slice_in_dim(part, start, items) for part in state)
     mine = (lane == jnp.arange(items)[:, None])[..., None, None]  # [row, item, 1, 1]
     new_top = jnp.maximum(old_top, jnp.where(mine, top, MASKED).max(1))
     keep = jnp.exp(old_top - new_top)
@@ -153,12 +166,10 @@ def attend_chunks(
     soft_cap: float | None,
     sinks: Float[Array, "N"] | None,
 ) -> Float[Array, "T N H"]:
-    """Rows from `num_decode_rows` on, their results written over `out`; other tokens keep theirs."""
-    num_tokens, num_heads, head_dim = q.shape
+    """Rows from `num_decode_rows` on, written over `out`, whose other tokens stay as they are."""
+    num_tokens = len(q)
     num_rows = len(meta.kv_lens)
-    page_size, num_kv_heads = kv_pages.shape[1], kv_pages.shape[2] // 2
     tile = min(TILE_QUERIES, num_tokens)
-    block = page_size * max(1, CHUNK_BLOCK // page_size)
 
     query_lens = meta.query_start[1:] - meta.query_start[:-1]
     is_chunk = (jnp.arange(num_rows) >= meta.num_decode_rows) & (meta.kv_lens > 0)
@@ -169,48 +180,81 @@ def attend_chunks(
     padded_q = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
     padded_out = jnp.pad(out, ((0, tile), (0, 0), (0, 0)))
 
-    def tile_step(t, padded_out):
+    def step(t, padded_out):
         row = jnp.sum(t >= ends)
         first = (t - (ends - tiles)[row]) * tile
         token = meta.query_start[row] + first
         length = meta.kv_lens[row]
-        query_position = length - query_lens[row] + first + jnp.arange(tile)
-        real = jnp.arange(tile) < query_lens[row] - first
-        last_position = jnp.minimum(query_position[-1], length - 1)
-        oldest = _window_start(query_position, sliding_window)
-        q = lax.dynamic_slice_in_dim(padded_q, token, tile)
-        q = jnp.moveaxis(_group_heads(q, num_kv_heads) * sm_scale, 0, 1)  # [K, tile, G, H]
-        shape = q.shape
-        q = q.reshape(num_kv_heads, -1, head_dim)
-
-        def block_step(index, state):
-            top, total, acc = state
-            k, v, position = _read_block(
-                kv_pages, meta.page_table, row[None], index[None], length[None], block
-            )
-            seen = (position <= query_position[:, None]) & (position >= oldest[:, None])
-            scores = jnp.einsum("KqH,KtH->Kqt", q, k[0], precision=_precision(kv_pages))
-            scores = _cap(scores, soft_cap).reshape(*shape[:-1], block)
-            scores = jnp.where(seen[:, None], scores, MASKED).reshape(num_kv_heads, -1, block)
-            new_top = jnp.maximum(top, scores.max(-1))
-            keep = jnp.exp(top - new_top)
-            weights = jnp.exp(scores - new_top[..., None])
-            add = jnp.einsum("Kqt,KtH->KqH", weights, v[0], precision=_precision(kv_pages))
-            return new_top, total * keep + weights.sum(-1), acc * keep[..., None] + add
-
-        state = (
-            jnp.full(q.shape[:-1], MASKED, jnp.float32),
-            jnp.zeros(q.shape[:-1], jnp.float32),
-            jnp.zeros(q.shape, jnp.float32),
+        tile_out = _attend_tile(
+            lax.dynamic_slice_in_dim(padded_q, token, tile),
+            kv_pages,
+            meta.page_table,
+            row,
+            length,
+            length - query_lens[row] + first + jnp.arange(tile),
+            block=_block(TILE_BLOCK, kv_pages),
+            sm_scale=sm_scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
         )
-        state = lax.fori_loop(oldest[0] // block, last_position // block + 1, block_step, state)
-        top, total, acc = (part.reshape(*shape[:3], *part.shape[2:]) for part in state)
-        o = _finish(*(jnp.moveaxis(part, 1, 0) for part in (top, total, acc)), sinks)
-        o = jnp.where(real[:, None, None, None], o, 0).reshape(tile, num_heads, head_dim)
-        return lax.dynamic_update_slice_in_dim(padded_out, o.astype(out.dtype), token, 0)
+        real = jnp.arange(tile) < query_lens[row] - first
+        tile_out = jnp.where(real[:, None, None], tile_out, 0).astype(out.dtype)
+        return lax.dynamic_update_slice_in_dim(padded_out, tile_out, token, 0)
 
-    padded_out = lax.fori_loop(0, ends[-1], tile_step, padded_out)
-    return padded_out[:num_tokens]
+    return lax.fori_loop(0, ends[-1], step, padded_out)[:num_tokens]
+
+
+def _attend_tile(
+    q: Float[Array, "Q N H"],
+    kv_pages: Float[Array, "pages page_size 2*K H"],
+    page_table: Int[Array, "S P"],
+    row: Int[Array, ""],
+    length: Int[Array, ""],
+    query_position: Int[Array, "Q"],
+    *,
+    block: int,
+    sm_scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "N"] | None,
+) -> Float[Array, "Q N H"]:
+    """Neighbouring queries of one row, over the blocks that any of them sees."""
+    queries = jnp.moveaxis(_group_heads(q, kv_pages) * sm_scale, 0, 1)  # [K, Q, G, H]
+    shape = queries.shape
+    queries = queries.reshape(shape[0], -1, shape[-1])
+    oldest = _window_start(query_position, sliding_window)
+    last = jnp.minimum(query_position[-1], length - 1)
+
+    def step(index, state):
+        top, total, out = state
+        k, v, position = _read_block(
+            kv_pages, page_table, row[None], index[None], length[None], block
+        )
+        seen = (position <= query_position[:, None]) & (position >= oldest[:, None])
+        scores = jnp.einsum("KqH,KtH->Kqt", queries, k[0], precision=_precision(kv_pages))
+        scores = _cap(scores, soft_cap).reshape(*shape[:-1], block)
+        scores = jnp.where(seen[:, None], scores, MASKED).reshape(shape[0], -1, block)
+        new_top = jnp.maximum(top, scores.max(-1))
+        keep = jnp.exp(top - new_top)
+        weights = jnp.exp(scores - new_top[..., None])
+        add = jnp.einsum("Kqt,KtH->KqH", weights, v[0], precision=_precision(kv_pages))
+        return new_top, total * keep + weights.sum(-1), out * keep[..., None] + add
+
+    state = lax.fori_loop(oldest[0] // block, last // block + 1, step, _empty_state(queries.shape))
+    top, total, out = (
+        jnp.moveaxis(part.reshape(*shape[:3], *part.shape[2:]), 1, 0) for part in state
+    )
+    return _finish(top, total, out, sinks).reshape(q.shape)
+
+
+def _empty_state(shape):
+    """Running (maximum, sum of weights, output) of queries that have seen nothing yet."""
+    return (
+        jnp.full(shape[:-1], MASKED, jnp.float32),
+        jnp.zeros(shape[:-1], jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+    )
 
 
 def _read_block(kv_pages, page_table, row, index, length, block):
@@ -218,23 +262,31 @@ def _read_block(kv_pages, page_table, row, index, length, block):
 
     Values at and beyond the length are zeros: unused cache may hold NaN, and 0 * NaN is NaN.
     """
-    num_pages, page_size, _, head_dim = kv_pages.shape
+    _, page_size, _, head_dim = kv_pages.shape
     pages_per_block = block // page_size
     entry = index[:, None] * pages_per_block + jnp.arange(pages_per_block)
     pages = page_table[row[:, None], jnp.minimum(entry, page_table.shape[1] - 1)]
     pages = jnp.where(entry * page_size < length[:, None], pages, 0)
-    split = kv_pages.reshape(num_pages, page_size, -1, 2, head_dim)
-    read = split.at[pages].get(mode="promise_in_bounds")
-    read = jnp.transpose(read, (4, 0, 3, 1, 2, 5))  # [2, I, K, pages, page_size, H]
-    read = read.reshape(2, len(row), -1, block, head_dim).astype(jnp.float32)
     position = index[:, None] * block + jnp.arange(block)
+
+    # Split by head only once gathered: another view of the whole cache would be a copy on a TPU.
+    read = kv_pages.at[pages].get(mode="promise_in_bounds")
+    read = read.reshape(*read.shape[:3], -1, 2, head_dim)  # [I, pages, page_size, K, 2, H]
+    read = jnp.transpose(read, (4, 0, 3, 1, 2, 5))
+    read = read.reshape(2, len(row), -1, block, head_dim).astype(jnp.float32)
     values = jnp.where((position < length[:, None])[:, None, :, None], read[1], 0)
     return read[0], values, position
 
 
-def _group_heads(q, num_kv_heads):
+def _block(tokens, kv_pages):
+    """About this many tokens, in whole pages."""
+    page_size = kv_pages.shape[1]
+    return page_size * max(1, tokens // page_size)
+
+
+def _group_heads(q, kv_pages):
     """[..., N, H] in any dtype -> [..., K, G, H] in float32."""
-    return q.reshape(*q.shape[:-2], num_kv_heads, -1, q.shape[-1]).astype(jnp.float32)
+    return q.reshape(*q.shape[:-2], kv_pages.shape[2] // 2, -1, q.shape[-1]).astype(jnp.float32)
 
 
 def _finish(top, total, out, sinks):

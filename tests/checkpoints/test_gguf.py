@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoints import (
     LLAMA,
@@ -143,6 +143,18 @@ def test_query_and_key_biases_of_a_llama_come_back_too(tmp_path):
     np.testing.assert_array_equal(read_one(path, "model.layers.0.self_attn.k_proj.bias"), bias[:32])
     np.testing.assert_array_equal(read_one(path, "model.layers.0.self_attn.v_proj.bias"), bias[:32])
     assert resolve(str(path)).config["attention_bias"] is True
+
+
+def test_header_is_what_the_packages_own_reader_reads(gguf_path):
+    file, reader = read_gguf(gguf_path), gguf.GGUFReader(gguf_path)
+    theirs = {key: field.contents() for key, field in reader.fields.items()}
+    assert file.metadata == {k: v for k, v in theirs.items() if not k.startswith("GGUF.")}
+    assert list(file.tensors) == [tensor.name for tensor in reader.tensors]
+    for tensor in reader.tensors:
+        ours = file.tensors[tensor.name]
+        assert ours.shape == tuple(reversed(tensor.shape.tolist()))
+        assert (ours.offset, ours.num_bytes) == (tensor.data_offset, tensor.n_bytes)
+        assert ours.kind == tensor.tensor_type
 
 
 def renamed(architecture):
@@ -336,6 +348,7 @@ def test_rope_factors_become_llama3_scaling(tmp_path, head_dim, factor):
     assert "rope_freqs.weight" not in GgufSource(tmp_path / "config.gguf").names()
 
 
+@settings(deadline=None)
 @given(
     factor=st.sampled_from([2.0, 4.0, 8.0, 16.0, 32.0]),
     low=st.sampled_from([1.0, 2.0]),
@@ -472,6 +485,7 @@ def whole(tmp_path_factory):
     return write_gguf(path, gguf_tensors(llama_tensors())).read_bytes()
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_truncated_anywhere(tmp_path_factory, whole, data):
     path = tmp_path_factory.mktemp("truncated") / "a.gguf"
@@ -481,6 +495,7 @@ def test_truncated_anywhere(tmp_path_factory, whole, data):
         resolve(str(path))
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_damaged_header_reads_or_is_refused(tmp_path_factory, whole, data):
     path = tmp_path_factory.mktemp("damaged") / "a.gguf"

@@ -269,8 +269,9 @@ def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 source = SafetensorsSource(pathlib.Path(sys.argv[1]))
 rules = [Rule("w{i}", ("w{i}",), lambda tensors, config: tensors[0].T)]
 placed = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-params = {f"w{i}": jax.ShapeDtypeStruct((2048, 1024), np.float32, sharding=placed) for i in
-range(16)} jax.device_put(np.ones((2048, 1024), np.float32).T, placed).block_until_ready()
+spec = jax.ShapeDtypeStruct((2048, 1024), np.float32, sharding=placed)
+params = {f"w{i}": spec for i in range(16)}
+jax.device_put(np.ones((2048, 1024), np.float32).T, placed).block_until_ready()
 before = peak()
 loaded = load_params(source, rules, params, types.SimpleNamespace(num_layers=16))
 print(peak() - before, sum(array.nbytes for array in loaded.values()))

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoints import llama_tensors
 
@@ -79,6 +79,7 @@ def test_truncated_shard(sharded_folder):
         SafetensorsSource(sharded_folder)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_truncated_anywhere(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("truncated")
@@ -90,6 +91,7 @@ def test_truncated_anywhere(tmp_path_factory, data):
         SafetensorsSource(folder)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_damaged_header_reads_or_is_refused(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damaged")

@@ -5,6 +5,9 @@ import dataclasses
 import json
 import pathlib
 
+import safetensors.numpy
+import tiny_models
+
 from jaxserve import messages
 from jaxserve.config import EngineConfig, MeshConfig
 from jaxserve.engine.loop import Engine
@@ -124,19 +127,24 @@ class Driver:
         self.scheduler.flush_cache()
 
 
-def write_config(folder: pathlib.Path, **changes) -> pathlib.Path:
+def write_model(folder: pathlib.Path, *, weights: bool = True, **changes) -> pathlib.Path:
+    """A Hugging Face folder of the tiny model without a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**TINY, **changes}))
+    config = {**TINY, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    if weights:
+        safetensors.numpy.save_file(
+            tiny_models.tensors(config), folder / "model.safetensors", metadata={"format": "pt"}
+        )
     return folder
 
 
 def make(folder: pathlib.Path, *, tensor: int = 1, config_changes: dict | None = None, **fields):
-    """A Driver over a random model; `fields` are EngineConfig's."""
+    """A Driver over the tiny model; `fields` are EngineConfig's."""
     link = ListLink()
     settings = {
-        "model": str(write_config(folder, **(config_changes or {}))),
-        "load_format": "dummy",
-        "max_num_seqs": 8,
+        "model": str(write_model(folder, **(config_changes or {}))),
+        "max_num_seqs": 4,
         "max_batched_tokens": 32,
         "page_size": 8,
         "num_pages": 200,

@@ -115,7 +115,7 @@ def test_nothing_compiles_at_run_time(driver):
     rng = np.random.default_rng(0)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        for count in (1, 2, 3, 5, 8, 12):
+        for count in (1, 2, 3, 4, 7):
             for size in (1, 7, 33, 90):
                 for i in range(count):
                     kind = i % 4
@@ -135,7 +135,7 @@ def test_nothing_compiles_at_run_time(driver):
 def test_pages_that_fit_are_computed_when_not_set(tmp_path):
     engine = make(tmp_path, num_pages=None)
     pages_per_sequence = TINY["max_position_embeddings"] // engine.info.page_size
-    assert engine.info.num_pages == 8 * pages_per_sequence + 1  # all that there's any use for
+    assert engine.info.num_pages == 4 * pages_per_sequence + 1  # all that there's any use for
     assert engine.info.kv_bytes == engine.info.num_pages * engine.runner.page_bytes
 
 
@@ -155,7 +155,7 @@ def test_a_mesh_that_does_not_divide_the_heads_names_sizes_that_do(tmp_path):
 
 def test_weights_that_are_missing_are_an_error_before_anything_serves(tmp_path):
     with pytest.raises(CheckpointError, match="no weights"):
-        make(tmp_path, load_format="auto")
+        make(tmp_path, config_changes={"weights": False})
 
 
 def test_more_devices_than_there_are(tmp_path):

@@ -3,7 +3,8 @@
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import tokenizers
@@ -51,7 +52,22 @@ def make_byte_level() -> Tokenizer:
 
 def sentencepiece_parts() -> dict:
     """What a GGUF file says of a small SentencePiece vocabulary with byte fallback."""
-    words = ["▁", "▁t", "▁th", "▁the", "he", "in", "▁a", "er", "▁c", "▁ca", "▁cat", "▁s", "on", "▁▁"]
+    words = [
+        "▁",
+        "▁t",
+        "▁th",
+        "▁the",
+        "he",
+        "in",
+        "▁a",
+        "er",
+        "▁c",
+        "▁ca",
+        "▁cat",
+        "▁s",
+        "on",
+        "▁▁",
+    ]
     letters = [chr(c) for c in range(33, 127)]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words, *letters]
     pieces = list(dict.fromkeys(pieces))
@@ -148,8 +164,12 @@ class FakeEngine:
             self.link.send(message)
             if isinstance(message, messages.Fatal):
                 return 1
-        running: dict[str, Iterable[TokenOutput]] = {}
+        running: dict[str, Iterator[TokenOutput]] = {}
+        stop_at_s: float | None = None
         while True:
+            if stop_at_s is not None and (not running or time.monotonic() >= stop_at_s):
+                self.link.send(messages.Stopped())
+                return 0
             for message in self.link.receive(0.002 if running else 0.02):
                 match message:
                     case messages.Submit(request):
@@ -161,8 +181,7 @@ class FakeEngine:
                             running.pop(request_id, None)
                     case messages.Shutdown(grace_s):
                         self.shutdowns.append(grace_s)
-                        self.link.send(messages.Stopped())
-                        return 0
+                        stop_at_s = time.monotonic() + grace_s
                 self.changed.set()
             if not running or (self.hold and not self.allowed.acquire(blocking=False)):
                 continue

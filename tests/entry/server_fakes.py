@@ -7,15 +7,26 @@ import io
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc
+import grpc.aio
+import httpx
 import tokenizers as hf
 
 from jaxserve import messages
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.entry.chat_template import ChatTemplate
 from jaxserve.entry.client import Client, TextModel
+from jaxserve.entry.proto import jaxserve_pb2_grpc
 from jaxserve.entry.serve import Server
 from jaxserve.entry.tokenizer import Tokenizer
-from jaxserve.types import EngineInfo, EngineStats, Request, SamplingParams, TokenLogprobs, TokenOutput
+from jaxserve.types import (
+    EngineInfo,
+    EngineStats,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -68,6 +79,7 @@ class FakeEngine:
         self._out.put_nowait(messages.Progress("compile", "decode 8", 1, 2))
         self._out.put_nowait(messages.Progress("compile", "mixed 64", 2, 2))
         self._out.put_nowait(messages.Ready(info))
+        self._work = asyncio.Event()
         self._task = asyncio.ensure_future(self._run())
 
     # The handle and its client end
@@ -81,10 +93,14 @@ class FakeEngine:
             case messages.Submit(request):
                 self.requests.append(request)
                 self.running[request.request_id] = Running(request)
+                self._work.set()
             case messages.Abort(request_ids):
                 for request_id in request_ids:
                     if self.running.pop(request_id, None) is not None:
                         self.aborted.append(request_id)
+            case messages.Shutdown():
+                self._task.cancel()
+                self._out.put_nowait(messages.Stopped())
 
     async def receive(self) -> messages.FromEngine:
         return await self._out.get()
@@ -92,7 +108,6 @@ class FakeEngine:
     async def close(self, grace_s: float = 0.0) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._out.put_nowait(messages.Stopped())
         if not self.exited.done():
             self.exited.set_result(0)
 
@@ -105,6 +120,9 @@ class FakeEngine:
 
     async def _run(self) -> None:
         while True:
+            if not self.running:
+                self._work.clear()
+                await self._work.wait()
             await asyncio.sleep(self.step_s)
             outputs = [self._step(one) for one in list(self.running.values())]
             if outputs:
@@ -250,3 +268,32 @@ async def serving(
             server.stop()
         async with asyncio.timeout(10):
             await served.task
+
+
+@contextlib.asynccontextmanager
+async def serving_http(**options: Any) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+    """As `serving`, with a client of its HTTP side."""
+    async with (
+        serving(**options) as served,
+        httpx.AsyncClient(base_url=served.url, timeout=10) as http,
+    ):
+        yield served, http
+
+
+@contextlib.asynccontextmanager
+async def serving_grpc(**options: Any) -> AsyncIterator[tuple[Served, Any]]:
+    """As `serving`, with a stub of its gRPC side."""
+    async with (
+        serving(**options) as served,
+        grpc.aio.insecure_channel(served.target) as channel,
+    ):
+        yield served, jaxserve_pb2_grpc.InferenceStub(channel)
+
+
+async def finish(call: Any) -> None:
+    """Reads a gRPC call to its end. Raises: AioRpcError if that is an error."""
+    if not hasattr(call, "read"):
+        await call
+        return
+    while await call.read() is not grpc.aio.EOF:
+        pass

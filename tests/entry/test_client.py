@@ -194,7 +194,7 @@ async def test_chat_template_brings_no_second_bos(fake_engine, sentencepiece):
 
 async def test_model_without_template_names_the_alternative(fake_engine, sentencepiece):
     async with connected(fake_engine(sentencepiece)) as client:
-        with pytest.raises(InvalidRequest, match="no chat template.*/v1/completions"):
+        with pytest.raises(InvalidRequest, match=r"no chat template.*/v1/completions"):
             await client.chat([{"role": "user", "content": "hi"}])
 
 
@@ -220,7 +220,9 @@ async def test_open_parameters_are_the_models_then_openais(fake_engine, byte_lev
     async with connected(engine) as client:
         await client.generate("a")
         await client.generate("a", SamplingParams(temperature=0, top_k=-1, top_p=0.5, max_tokens=9))
-        await client.generate("a", SamplingParams(ignore_eos=True, stop_token_ids=[9], max_tokens=9))
+        await client.generate(
+            "a", SamplingParams(ignore_eos=True, stop_token_ids=[9], max_tokens=9)
+        )
     first, second, third = (request.sampling for request in engine.requests)
     assert (first.temperature, first.top_k, first.top_p, first.min_p) == (0.6, 20, 1.0, 0.0)
     assert first.max_tokens == 256 - len(engine.requests[0].token_ids)
@@ -480,21 +482,37 @@ async def test_tokenizer_that_cannot_be_read_ends_the_start(fake_engine):
     await client.close()
 
 
-async def test_tokenizer_larger_than_the_vocabulary_is_refused(fake_engine, byte_level):
-    engine = fake_engine(byte_level, info=fake_engine.info(vocab_size=100))
-    client = Client(
-        EngineConfig(), start_engine=engine.start_engine, load_model=engine.load_model
-    )
-    with pytest.raises(CheckpointError, match="vocabulary of 100"):
-        await client.start()
-    await client.close()
+async def test_tokens_that_the_model_lacks_are_refused(fake_engine, byte_level, caplog):
+    size = byte_level.token_id("<think>")
+    engine = fake_engine(byte_level, info=fake_engine.info(vocab_size=size))
+    async with connected(engine) as client:
+        assert (await client.generate("x"))[0].text == engine.answer
+        with pytest.raises(InvalidRequest, match=str(size)):
+            await client.generate("x<think>")
+    assert "refused" in caplog.text
+
+
+async def test_last_tokens_within_the_grace_arrive(fake_engine, byte_level):
+    engine = fake_engine(byte_level)
+    async with connected(engine) as client:
+        waiting = asyncio.ensure_future(client.generate("x"))
+        await eventually(lambda: engine.requests)
+        await client.close(grace_s=2)
+        assert (await waiting)[0].text == engine.answer
+
+
+async def test_detokenize_checks_its_ids(fake_engine, byte_level):
+    async with connected(fake_engine(byte_level)) as client:
+        assert await client.detokenize([]) == ""
+        assert await client.detokenize([511]) == ""  # padding of the model's vocabulary
+        for ids in ([-1], [512], ["a"]):
+            with pytest.raises(InvalidRequest, match="tokens"):
+                await client.detokenize(ids)
 
 
 async def test_many_first_calls_start_one_engine(fake_engine, byte_level):
     engine = fake_engine(byte_level)
-    client = Client(
-        EngineConfig(), start_engine=engine.start_engine, load_model=engine.load_model
-    )
+    client = Client(EngineConfig(), start_engine=engine.start_engine, load_model=engine.load_model)
     with pytest.raises(EngineDead, match="starting"):
         client.health()
     impatient = asyncio.ensure_future(client.start())
@@ -522,9 +540,7 @@ async def test_close_tells_those_who_wait_and_refuses_the_rest(fake_engine, byte
 
 async def test_closing_while_it_starts_ends_the_start(fake_engine, byte_level):
     engine = fake_engine(byte_level, start_messages=[messages.Progress("load", "slowly")])
-    client = Client(
-        EngineConfig(), start_engine=engine.start_engine, load_model=engine.load_model
-    )
+    client = Client(EngineConfig(), start_engine=engine.start_engine, load_model=engine.load_model)
     starting = asyncio.ensure_future(client.start())
     await eventually(lambda: engine.threads)
     await client.close()

@@ -42,7 +42,15 @@ def byte_level_tokens():
     """A vocabulary that can spell anything: GPT-2's 256 letters, and the special tokens."""
     from jaxserve.entry.tokenizer import _byte_of_character
 
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_byte_of_character(), "he", "ll"]
+    tokens = [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        *_byte_of_character(),
+        "he",
+        "ll",
+        "hell",
+    ]
     return {
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3),
@@ -99,8 +107,15 @@ def test_a_converted_folder_loads_sharded(gguf_model, tmp_path):
     out = convert(str(gguf_model), tmp_path / "out", progress=False)
     one, two = load(gguf_model), load(out, tensor=2)
     assert two["layers.0.mlp.down"].sharding.num_devices == 2
-    shapes = {name for name in one if one[name].shape == two[name].shape}
-    assert_same({n: one[n] for n in shapes}, {n: two[n] for n in shapes})
+    assert_same(one, two)
+
+
+def test_a_mesh_that_lays_parameters_out_differently_is_told_to_use_the_original(
+    gguf_model, tmp_path
+):
+    out = convert(str(gguf_model), tmp_path / "out", progress=False)
+    with pytest.raises(CheckpointError, match=r"repeated kv heads .* need the original"):
+        load(out, tensor=4)
 
 
 @pytest.mark.parametrize(

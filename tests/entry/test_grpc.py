@@ -10,8 +10,9 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from server_fakes import REPLY, Served, serving
+from server_fakes import REPLY, FakeEngine, Served, finish, serving, serving_grpc
 
+from jaxserve.entry.front import Front
 from jaxserve.entry.proto import generate, jaxserve_pb2_grpc
 from jaxserve.entry.proto import jaxserve_pb2 as pb
 
@@ -42,11 +43,7 @@ def text_of(responses: list[pb.GenerateResponse], index: int = 0) -> str:
 async def refused(call: Any) -> grpc.aio.AioRpcError:
     """The error of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        if hasattr(call, "read"):
-            while await call.read() is not grpc.aio.EOF:
-                pass
-        else:
-            await call
+        await finish(call)
     return caught.value
 
 
@@ -190,33 +187,47 @@ async def test_abort_by_id(stub, served: Served):
     assert not (await stub.Abort(pb.AbortRequest(request_id="r1"))).aborted
 
 
+def slow(engine: FakeEngine) -> None:
+    engine.step_s = 0.05
+
+
 async def test_full_queue():
-    async with serving(max_queue=0, set_up=lambda e: setattr(e, "step_s", 0.05)) as served:
-        async with grpc.aio.insecure_channel(served.target) as channel:
-            stub: Any = jaxserve_pb2_grpc.InferenceStub(channel)
-            calls = [stub.Generate(pb.GenerateRequest(text="a")) for _ in range(4)]
-            for call in calls:
-                await call.read()
-            error = await refused(stub.Generate(pb.GenerateRequest(text="a")))
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            trailers: Any = error.trailing_metadata()
-            assert dict(trailers)["retry-after"] == "1"
-            for call in calls:
-                call.cancel()
+    async with serving_grpc(max_queue=0, set_up=slow) as (_, stub):
+        calls = [stub.Generate(pb.GenerateRequest(text="a")) for _ in range(4)]
+        for call in calls:
+            await call.read()
+        error = await refused(stub.Generate(pb.GenerateRequest(text="a")))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailers: Any = error.trailing_metadata()
+        assert dict(trailers)["retry-after"] == "1"
+        for call in calls:
+            call.cancel()
 
 
 async def test_dead_engine_is_unavailable(caplog: pytest.LogCaptureFixture):
-    async with serving(set_up=lambda e: setattr(e, "step_s", 0.01)) as served:
-        async with grpc.aio.insecure_channel(served.target) as channel:
-            stub: Any = jaxserve_pb2_grpc.InferenceStub(channel)
-            call = stub.Generate(
-                pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=200))
-            )
-            await call.read()
-            served.engine.die()
-            assert (await refused(call)).code() is grpc.StatusCode.UNAVAILABLE
-            error = await refused(stub.Tokenize(pb.TokenizeRequest(text="a")))
-            assert error.code() is grpc.StatusCode.UNAVAILABLE
+    async with serving_grpc(set_up=slow) as (served, stub):
+        sampling = pb.SamplingParams(max_tokens=200)
+        call = stub.Generate(pb.GenerateRequest(text="a", sampling=sampling))
+        await call.read()
+        served.engine.die()
+        assert (await refused(call)).code() is grpc.StatusCode.UNAVAILABLE
+        error = await refused(stub.Tokenize(pb.TokenizeRequest(text="a")))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_fault_of_ours_is_internal_and_says_nothing(stub, monkeypatch, caplog):
+    def fail(*arguments: Any) -> None:
+        raise ZeroDivisionError("inside")
+
+    monkeypatch.setattr(Front, "check_model", fail)
+    for call in (
+        stub.Generate(pb.GenerateRequest(text="a")),
+        stub.Tokenize(pb.TokenizeRequest(text="a")),
+    ):
+        error = await refused(call)
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert "inside" not in (error.details() or "")
+    assert caplog.text.count("ZeroDivisionError") == 2
 
 
 async def test_model_info_and_tokens(stub):
@@ -252,8 +263,7 @@ async def test_health_and_reflection(channel: grpc.aio.Channel):
 
 
 async def test_many_at_once():
-    async with serving(max_queue=100) as served, grpc.aio.insecure_channel(served.target) as channel:
-        stub: Any = jaxserve_pb2_grpc.InferenceStub(channel)
+    async with serving_grpc(max_queue=100) as (_, stub):
 
         async def one() -> str:
             return text_of([r async for r in stub.Generate(pb.GenerateRequest(text="a"))])

@@ -1,4 +1,4 @@
-"""The HTTP server over a fake engine, on a loopback port, with OpenAI's own client and plain bytes."""
+"""The HTTP server over a fake engine, on a loopback port; by OpenAI's client and plain bytes."""
 
 import asyncio
 import json
@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_fakes import REPLY, Served, serving
+from server_fakes import REPLY, FakeEngine, Served, serving, serving_http
+
+from jaxserve.entry.front import Front
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
 
@@ -154,11 +156,12 @@ async def test_stop_strings_and_eos(client: openai.AsyncOpenAI, served: Served):
 
 async def test_parameters_reach_the_engine(client: openai.AsyncOpenAI, served: Served):
     await client.chat.completions.create(
-        model="tiny", messages=CHAT["messages"], max_completion_tokens=9, temperature=0.5, top_p=0.9, seed=7,
-        user="u", logit_bias={}, presence_penalty=0, frequency_penalty=0.0, tools=[],
-        response_format={"type": "text"}, metadata={"a": "b"},
-        extra_body={"top_k": 5, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True,
-                    "stop_token_ids": [9]},
+        model="tiny", messages=CHAT["messages"], max_completion_tokens=9, temperature=0.5,
+        top_p=0.9, seed=7, user="u", logit_bias={}, presence_penalty=0, frequency_penalty=0.0,
+        tools=[], response_format={"type": "text"}, metadata={"a": "b"},
+        extra_body={
+            "top_k": 5, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [9],
+        },
     )  # fmt: skip
     sampling = served.engine.requests[-1].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (9, 0.5, 0.9)
@@ -204,7 +207,8 @@ async def test_content_parts_and_developer_role(client: openai.AsyncOpenAI, serv
         model="tiny",
         messages=[
             {"role": "developer", "content": "Be brief"},
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text":
+            "b"}]},
         ],
     )  # fmt: skip
     text = bytes(await _decode(served, served.engine.requests[-1].token_ids)).decode()
@@ -416,26 +420,44 @@ async def test_official_client_sees_the_error_classes(client: openai.AsyncOpenAI
     assert missing.value.code == "model_not_found"
 
 
+def slow(engine: FakeEngine) -> None:
+    engine.step_s = 0.05
+
+
 async def test_full_queue_is_429_and_says_when_to_retry():
-    async with serving(max_queue=2, set_up=lambda engine: setattr(engine, "step_s", 0.05)) as served:
-        async with httpx.AsyncClient(base_url=served.url, timeout=10) as http:
-            body = {"prompt": "a", "max_tokens": 4}
-            answers = await asyncio.gather(
-                *(http.post("/v1/completions", json=body) for _ in range(12))
-            )
-            statuses = sorted(answer.status_code for answer in answers)
-            assert statuses == [200] * 6 + [429] * 6
-            refused = next(answer for answer in answers if answer.status_code == 429)
-            check_error(refused, 429)
-            assert int(refused.headers["retry-after"]) >= 1
-            streamed = await asyncio.gather(
-                *(http.post("/v1/completions", json={**body, "stream": True}) for _ in range(12))
-            )
-            assert sorted(answer.status_code for answer in streamed) == statuses
-            error = check_error(
-                await http.post("/v1/completions", json={"prompt": ["a"] * 7}), 400, "prompt"
-            )
-            assert "7" in error["message"]
+    async with serving_http(max_queue=2, set_up=slow) as (_, http):
+        body = {"prompt": "a", "max_tokens": 4}
+        answers = await asyncio.gather(
+            *(http.post("/v1/completions", json=body) for _ in range(12))
+        )
+        statuses = sorted(answer.status_code for answer in answers)
+        assert statuses == [200] * 6 + [429] * 6
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        check_error(refused, 429)
+        assert int(refused.headers["retry-after"]) >= 1
+        streamed = await asyncio.gather(
+            *(http.post("/v1/completions", json={**body, "stream": True}) for _ in range(12))
+        )
+        assert sorted(answer.status_code for answer in streamed) == statuses
+        error = check_error(
+            await http.post("/v1/completions", json={"prompt": ["a"] * 7}), 400, "prompt"
+        )
+        assert "7" in error["message"]
+
+
+async def test_a_fault_of_ours_is_a_500_that_says_nothing(http, served, monkeypatch, caplog):
+    def fail(*arguments: Any) -> None:
+        raise ZeroDivisionError("inside")
+
+    monkeypatch.setattr(Front, "check_model", fail)
+    for response in (
+        await http.post("/v1/completions", json={"prompt": "a"}),
+        await http.post("/tokenize", json={"prompt": "a"}),
+    ):
+        assert "inside" not in check_error(response, 500)["message"]
+    assert "ZeroDivisionError" in caplog.text
+    monkeypatch.undo()
+    assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
 
 
 # ---- clients that go, engines that die
@@ -447,7 +469,10 @@ async def test_a_client_that_goes_ends_its_request(served: Served, stream: bool,
     served.engine.step_s = 0.01
     body = json.dumps({"prompt": prompt, "max_tokens": 200, "stream": stream}).encode()
     reader, writer = await asyncio.open_connection(*served.url.removeprefix("http://").split(":"))
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     if stream:
         await reader.readuntil(b"data: ")
@@ -461,24 +486,23 @@ async def test_a_client_that_goes_ends_its_request(served: Served, stream: bool,
 
 
 async def test_a_dead_engine_is_told_at_once(caplog: pytest.LogCaptureFixture):
-    async with serving(set_up=lambda engine: setattr(engine, "step_s", 0.01)) as served:
-        async with httpx.AsyncClient(base_url=served.url, timeout=10) as http:
-            whole = asyncio.ensure_future(
-                http.post("/v1/completions", json={"prompt": "a", "max_tokens": 200})
-            )
-            async with http.stream(
-                "POST", "/v1/completions", json={"prompt": "a", "max_tokens": 200, "stream": True}
-            ) as stream:
-                lines = stream.aiter_lines()
-                await anext(lines)
-                served.engine.die()
-                rest = [line async for line in lines if line]
-                last = json.loads(rest[-1].removeprefix("data: "))
-                assert last["error"]["code"] == "engine_unavailable"
-                check_error(await whole, 503)
-                check_error(await http.get("/health"), 503)
-                check_error(await http.post("/v1/completions", json={"prompt": "a"}), 503)
-            assert await served.task == 1
+    async with serving_http(set_up=slow) as (served, http):
+        whole = asyncio.ensure_future(
+            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 200})
+        )
+        async with http.stream(
+            "POST", "/v1/completions", json={"prompt": "a", "max_tokens": 200, "stream": True}
+        ) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            served.engine.die()
+            rest = [line async for line in lines if line]
+            last = json.loads(rest[-1].removeprefix("data: "))
+            assert last["error"]["code"] == "engine_unavailable"
+            check_error(await whole, 503)
+            check_error(await http.get("/health"), 503)
+            check_error(await http.post("/v1/completions", json={"prompt": "a"}), 503)
+        assert await served.task == 1
 
 
 async def test_logs_hold_no_text(served: Served, http, caplog: pytest.LogCaptureFixture):

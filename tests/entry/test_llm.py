@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import pathlib
 import subprocess
 import sys
 import threading
@@ -192,6 +193,20 @@ def test_losing_the_last_reference_ends_the_engine(fake_engine, byte_level):
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "jaxserve-client"])
 
 
+def test_last_reference_may_go_in_the_clients_own_thread(fake_engine, byte_level):
+    engine = fake_engine(byte_level)
+    llms = [LLM("tiny", start_engine=engine.start_engine, load_model=engine.load_model)]
+    loop = llms[0]._loop
+
+    async def lose():
+        llms.clear()
+        gc.collect()
+
+    loop.run(lose())
+    eventually(lambda: not engine.threads[0].is_alive())
+    eventually(lambda: not loop.thread.is_alive())
+
+
 def test_failed_start_leaves_no_thread(fake_engine):
     from jaxserve import messages
 
@@ -206,7 +221,8 @@ def test_program_that_forgets_to_close_ends(tmp_path):
     script = tmp_path / "forgets.py"
     script.write_text(
         "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('fakes', {__file__!r}.replace('test_llm', 'conftest'))\n"
+        f"path = {str(pathlib.Path(__file__).parent / 'conftest.py')!r}\n"
+        "spec = importlib.util.spec_from_file_location('fakes', path)\n"
         "fakes = importlib.util.module_from_spec(spec); sys.modules['fakes'] = fakes\n"
         "spec.loader.exec_module(fakes)\n"
         "from jaxserve import LLM\n"
@@ -214,15 +230,16 @@ def test_program_that_forgets_to_close_ends(tmp_path):
         "llm = LLM('tiny', start_engine=engine.start_engine, load_model=engine.load_model)\n"
         "stream = llm.stream('x')\n"
         "print(next(stream).request_id != '')\n"
-        "import atexit; atexit.register(lambda: print('shutdowns', engine.shutdowns))\n"
-        "llm2 = LLM('tiny', start_engine=engine.start_engine, load_model=engine.load_model)\n"
+        "import atexit; atexit.register(lambda: print('shutdowns', len(engine.shutdowns)))\n"
+        "other = fakes.FakeEngine(engine.tokenizer)\n"
+        "llm2 = LLM('tiny', start_engine=other.start_engine, load_model=other.load_model)\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", script], capture_output=True, text=True, timeout=30
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.startswith("True")
+    assert done.stdout.split() == ["True", "shutdowns", "0"]  # ran first: the engine still lives
 
 
 def test_calls_from_the_clients_own_thread_are_refused(fake_engine, byte_level, connect):
@@ -269,4 +286,4 @@ def test_package_names_everything_lazily():
         assert getattr(jaxserve, name) is not None
     assert set(jaxserve.__all__) <= set(dir(jaxserve))
     with pytest.raises(AttributeError, match="nothing"):
-        jaxserve.nothing
+        getattr(jaxserve, "nothing")  # noqa: B009

@@ -27,8 +27,7 @@ def test_every_name_is_there_before_the_first_request():
     metrics = Metrics()
     metrics.serve("m", EngineStats)
     families = {
-        family.name: family
-        for family in text_string_to_metric_families(metrics.render().decode())
+        family.name: family for family in text_string_to_metric_families(metrics.render().decode())
     }
     assert {f"jaxserve_{name}" for name in NAMES} <= set(families)
     assert all(name.startswith("jaxserve_") for name in families)

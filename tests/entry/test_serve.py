@@ -1,4 +1,6 @@
-"""A server's life: start, restart, drain, signals, ports; over a fake engine, and once as a process."""
+"""A server's life: start, restart, drain, signals, ports; over a fake engine, and once as a
+process.
+"""
 
 import asyncio
 import contextlib
@@ -16,7 +18,16 @@ import grpc
 import grpc.aio
 import httpx
 import pytest
-from server_fakes import REPLY, FakeEngine, Served, fake_client_maker, serving
+from server_fakes import (
+    REPLY,
+    FakeEngine,
+    Served,
+    fake_client_maker,
+    finish,
+    serving,
+    serving_grpc,
+    serving_http,
+)
 
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.entry import serve
@@ -40,10 +51,9 @@ async def stopped(served: Served) -> int:
 
 
 async def test_it_says_what_it_serves():
-    async with serving(served_model_name="my-model") as served:
-        async with httpx.AsyncClient(base_url=served.url) as http:
-            assert (await http.get("/v1/models")).json()["data"][0]["id"] == "my-model"
-            assert (await http.get("/health")).json() == {"status": "ok"}
+    async with serving_http(served_model_name="my-model") as (served, http):
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "my-model"
+        assert (await http.get("/health")).json() == {"status": "ok"}
     lines = served.out.getvalue().splitlines()
     assert f"HTTP      {served.url}" in lines
     assert f"gRPC      {served.target}" in lines
@@ -61,21 +71,17 @@ async def test_without_a_grpc_port_there_is_none():
 
 
 async def test_running_requests_may_finish():
-    async with serving(set_up=slow, grace_s=5.0) as served:
-        async with httpx.AsyncClient(base_url=served.url, timeout=10) as http:
-            body = {"prompt": "a", "max_tokens": 40}
-            whole = asyncio.ensure_future(http.post("/v1/completions", json=body))
-            async with http.stream(
-                "POST", "/v1/completions", json={**body, "stream": True}
-            ) as stream:
-                served.server.stop()
-                text = "".join([part async for part in stream.aiter_text()])
-            assert text.endswith("data: [DONE]\n\n")
-            assert (await whole).status_code == 200
+    async with serving_http(set_up=slow, grace_s=5.0) as (served, http):
+        body = {"prompt": "a", "max_tokens": 40}
+        whole = asyncio.ensure_future(http.post("/v1/completions", json=body))
+        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            served.server.stop()
+            text = "".join([part async for part in stream.aiter_text()])
+        assert text.endswith("data: [DONE]\n\n")
+        assert (await whole).status_code == 200
         assert await stopped(served) == 0
         with pytest.raises(httpx.ConnectError):
-            async with httpx.AsyncClient(base_url=served.url) as http:
-                await http.get("/health")
+            await http.get("/health")
 
 
 async def test_requests_that_outlast_the_grace_period_are_told():
@@ -100,40 +106,34 @@ async def test_requests_that_outlast_the_grace_period_are_told():
             assert "shutting down" in error["message"]
             assert (await whole).status_code == 503
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                while await call.read() is not grpc.aio.EOF:
-                    pass
+                await finish(call)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert await stopped(served) == 0
         assert not served.engine.running
 
 
 async def test_new_requests_are_refused_while_it_drains():
-    async with serving(set_up=slow, grace_s=5.0) as served:
-        async with grpc.aio.insecure_channel(served.target) as channel:
-            stub = jaxserve_pb2_grpc.InferenceStub(channel)
-            call = stub.Generate(
-                pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=30))
-            )
-            await call.read()
-            served.server.stop()
-            await asyncio.sleep(0.05)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Generate(pb.GenerateRequest(text="a")).read()
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            while await call.read() is not grpc.aio.EOF:
-                pass
+    async with serving_grpc(set_up=slow, grace_s=5.0) as (served, stub):
+        sampling = pb.SamplingParams(max_tokens=30)
+        call = stub.Generate(pb.GenerateRequest(text="a", sampling=sampling))
+        await call.read()
+        served.server.stop()
+        await asyncio.sleep(0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(pb.GenerateRequest(text="a")).read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await finish(call)
         assert await stopped(served) == 0
 
 
 async def test_a_second_signal_ends_the_grace_period():
-    async with serving(set_up=slow, grace_s=60.0) as served:
-        async with httpx.AsyncClient(base_url=served.url, timeout=10) as http:
-            whole = asyncio.ensure_future(http.post("/v1/completions", json=LONG))
-            await asyncio.sleep(0.1)
-            served.server.stop()
-            await asyncio.sleep(0.05)
-            served.server.stop()
-            assert (await whole).status_code == 503
+    async with serving_http(set_up=slow, grace_s=60.0) as (served, http):
+        whole = asyncio.ensure_future(http.post("/v1/completions", json=LONG))
+        await asyncio.sleep(0.1)
+        served.server.stop()
+        await asyncio.sleep(0.05)
+        served.server.stop()
+        assert (await whole).status_code == 503
         assert await stopped(served) == 0
 
 
@@ -159,20 +159,19 @@ async def test_a_dead_engine_ends_the_server_with_an_error():
 
 
 async def test_a_dead_engine_is_replaced_if_so_configured():
-    async with serving(set_up=slow, restart_engine=True) as served:
-        async with httpx.AsyncClient(base_url=served.url, timeout=10) as http:
-            whole = asyncio.ensure_future(http.post("/v1/completions", json=LONG))
-            await asyncio.sleep(0.1)
-            served.engine.die()
-            assert (await whole).status_code == 503
-            async with asyncio.timeout(5):
-                while (await http.get("/health")).status_code != 200:
-                    await asyncio.sleep(0.01)
-            assert len(served.engines) == 2
-            answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
-            assert answer.json()["choices"][0]["text"] == REPLY[:5]
-            metrics = (await http.get("/metrics")).text
-            assert 'jaxserve_generation_tokens_total{model_name="tiny"} 5.0' in metrics
+    async with serving_http(set_up=slow, restart_engine=True) as (served, http):
+        whole = asyncio.ensure_future(http.post("/v1/completions", json=LONG))
+        await asyncio.sleep(0.1)
+        served.engine.die()
+        assert (await whole).status_code == 503
+        async with asyncio.timeout(5):
+            while (await http.get("/health")).status_code != 200:
+                await asyncio.sleep(0.01)
+        assert len(served.engines) == 2
+        answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
+        assert answer.json()["choices"][0]["text"] == REPLY[:5]
+        metrics = (await http.get("/metrics")).text
+        assert 'jaxserve_generation_tokens_total{model_name="tiny"} 5.0' in metrics
 
 
 async def test_it_gives_up_on_engines_that_keep_dying(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxserve.entry import gguf_tokenizer, tokenizer
+from checkpoints.catalogue import pulled_models
+from jaxserve.entry import gguf_tokenizer, text_model, tokenizer
 from jaxserve.types import CheckpointError, InvalidRequest
 
 TEXTS = [
@@ -172,6 +173,24 @@ def test_tokens_that_only_the_config_names_are_added(tmp_path, byte_level):
         tokenizer.load_folder(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+@pytest.mark.parametrize("adds", [None, True, False])
+def test_config_says_whether_bos_is_added(request, tmp_path, name, adds):
+    tok = request.getfixturevalue(name)
+    tok.save(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["bos_token"] = settings["bos_token"] or "<|start|>"
+    settings.pop("add_bos_token", None)
+    settings.pop("add_eos_token", None)
+    if adds is not None:
+        settings["add_bos_token"] = adds
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = tokenizer.load_folder(tmp_path)
+    assert loaded is not None
+    expected = name == "sentencepiece" if adds is None else adds
+    assert (loaded.encode("the")[0] == loaded.bos_token_id) == expected
+
+
 def test_unknown_decoder_is_refused(tmp_path):
     backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
@@ -208,10 +227,20 @@ def test_long_text_gives_the_ids_of_its_parts(byte_level, sentencepiece):
     assert sentencepiece.decode(sentencepiece.encode(text)) == text
 
 
-@pytest.mark.parametrize("token", [-1, 10**9])
-def test_decode_refuses_ids_that_are_no_tokens(byte_level, token):
-    with pytest.raises(InvalidRequest, match="tokens"):
-        byte_level.decode([1, token])
+@pytest.mark.parametrize("token", [-1, 10**12])
+def test_ids_that_are_no_tokens_have_no_text(byte_level, token):
+    ids = byte_level.encode("dog", False)
+    assert byte_level.decode([*ids, token]) == "dog"
+    assert byte_level.token_text(token) == ""
+
+
+def test_gap_below_an_added_token_is_counted(tmp_path):
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<x>": 7}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(["<x>"])
+    tok = tokenizer.Tokenizer(backend)
+    assert tok.vocab_size == 8
+    assert tok.decode([0, 3, 7]) == "a<x>"
 
 
 def test_importing_the_text_side_takes_no_jax_torch_or_transformers():
@@ -221,3 +250,28 @@ def test_importing_the_text_side_takes_no_jax_torch_or_transformers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.real_model
+@pytest.mark.skipif(
+    "smollm2-135m-instruct" not in pulled_models(), reason="smollm2-135m-instruct is not pulled"
+)
+def test_real_model_encodes_as_transformers_does():
+    """Ids from transformers 5.24 on the same GGUF file, and the template's prompt."""
+    tok = text_model.load_text_model("smollm2-135m-instruct").tokenizer
+    assert tok is not None
+    assert tok.chat_template is not None
+    for text, ids in {
+        "The capital of France is": [504, 3575, 282, 4649, 314],
+        "\t\ttabs\r\nwin": [197, 197, 100, 7366, 201, 198, 5544],
+        "I'm you're they'll WE'VE": [57, 5248, 346, 2316, 502, 3060, 26587, 23, 18525],
+        "price: $12.50!": [17517, 42, 1885, 33, 34, 30, 37, 32, 17],
+        "你好，世界！": [18645, 250, 48392, 138, 12831, 7906, 240, 178, 239, 230, 8083, 219],
+        "العربية": [22208, 34966, 20602, 31462, 23339, 43463],
+        "<|im_start|>user\nhi<|im_end|>\n": [1, 4093, 198, 6004, 2, 198],
+    }.items():
+        assert tok.encode(text) == ids
+        assert tok.decode(ids, skip_special_tokens=False) == text
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    expected = [1, 9690, 198, 6077, 5453, 30, 2, 198, 1, 4093, 198, 34, 27, 34, 47, 2, 198, 1]
+    assert tok.encode(tok.chat_template.render(messages), False) == [*expected, 520, 9531, 198]

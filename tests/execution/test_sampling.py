@@ -158,7 +158,10 @@ def test_a_masked_token_is_never_sampled_and_one_left_always_is(logits):
         bits[row, token // 32] = 1 << token % 32
     for temperature in (0.0, 1.0):
         result = sampling.sample(
-            jnp.asarray(logits), packed(6, temperature=temperature), jnp.asarray(bits), SampleKind.FULL
+            jnp.asarray(logits),
+            packed(6, temperature=temperature),
+            jnp.asarray(bits),
+            SampleKind.FULL,
         )
         np.testing.assert_array_equal(result.tokens, only)
 

@@ -23,7 +23,7 @@ def test_logits_equal_hugging_face(name, hf_logits):
 
 
 def test_cases_differ_in_what_they_are_for(hf_logits):
-    """Windows, biases and scalings matter in the fixtures: without them the logits would be others."""
+    """Without windows and scalings the fixtures' logits would be others."""
     assert np.abs(hf_logits["qwen2-window"] - hf_logits["qwen2"]).max() > 0.1
     for name, plain in (
         ("llama3", {"rope_scaling": None}),

@@ -1,5 +1,6 @@
 """The reference against a dense float64 softmax that knows nothing of pages."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.paged_attention import paged_attention, write_kv
+from pallas_kernels.dispatch import choose
+from pallas_kernels.paged_attention import AttentionSpec, paged_attention, write_kv
 from pallas_kernels.paged_attention.cases import Case, make_inputs
 
 # float32 sums in another order over a few hundred keys; 16-bit: the output's own rounding, at
@@ -132,14 +135,8 @@ def test_rows_of_length_zero_between_others_give_zeros():
     expected = dense_oracle(case, q, k, v, kv_pages, meta, sinks, 0.125)
     expected[1] = expected[2] = 0
     lens = meta.kv_lens.at[1:3].set(0)
-    out, _ = run(case, (q, k, v, kv_pages, _replace(meta, kv_lens=lens), sinks))
+    out, _ = run(case, (q, k, v, kv_pages, dataclasses.replace(meta, kv_lens=lens), sinks))
     np.testing.assert_allclose(np.asarray(out), expected, atol=5e-6)
-
-
-def _replace(meta, **fields):
-    import dataclasses
-
-    return dataclasses.replace(meta, **fields)
 
 
 @st.composite
@@ -172,7 +169,7 @@ def test_a_decode_row_gives_the_same_alone_in_a_batch_and_in_a_mixed_step():
     case = Case("", ((1, 300), (1, 40), (40, 60)), **SMALL)
     q, k, v, kv_pages, meta, _ = make_inputs(case)
     mixed, _ = run(case, (q, k, v, kv_pages, meta, None))
-    two = _replace(
+    two = dataclasses.replace(
         meta,
         page_table=meta.page_table[:2],
         kv_lens=meta.kv_lens[:2],
@@ -212,3 +209,112 @@ def test_donated_cache_is_updated_in_place(rows):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 3 * kv_pages.nbytes
     assert memory.temp_size_in_bytes < kv_pages.nbytes // 8
+
+
+@pytest.mark.parametrize("rows", [((1, 150),) * 3, ((1, 70), (40, 90))])
+@pytest.mark.parametrize("mesh_given", [True, False])
+@pytest.mark.parametrize("sinks", [True, False])
+def test_heads_over_four_devices_equal_one_device_and_move_no_cache(rows, mesh_given, sinks):
+    sizes = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "dtype": "float32"}
+    case = Case("", rows, **sizes, sinks=sinks, padding_rows=1)
+    inputs = make_inputs(case)
+    expected, expected_pages = run(case, inputs)
+    mesh = jax.make_mesh(
+        (1, 1, 4),
+        ("data", "expert", "tensor"),
+        axis_types=(AxisType.Auto,) * 3,
+        devices=jax.devices()[:4],
+    )
+
+    def put(array, *spec):
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    q, k, v = (put(a, None, "tensor") for a in inputs[:3])
+    kv_pages = put(inputs[3], None, None, "tensor")
+    meta = jax.tree.map(put, inputs[4])
+    sink = put(inputs[5], "tensor") if sinks else None
+
+    def call(q, k, v, kv_pages, meta, sinks):
+        return paged_attention(
+            q,
+            k,
+            v,
+            kv_pages,
+            meta,
+            sm_scale=0.125,
+            kind=case.kind,
+            sinks=sinks,
+            mesh=mesh if mesh_given else None,
+        )
+
+    heads = NamedSharding(mesh, PartitionSpec(None, "tensor"))
+    jitted = jax.jit(call, donate_argnums=3, out_shardings=(heads, kv_pages.sharding))
+    compiled = jitted.lower(q, k, v, kv_pages, meta, sink).compile()
+    text = compiled.as_text()
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in text
+    out, pages = compiled(q, k, v, kv_pages, meta, sink)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    np.testing.assert_array_equal(pages, expected_pages)
+
+
+def test_contradictions_are_refused():
+    q, k, v, kv_pages, meta, _ = make_inputs(Case("", ((1, 20), (1, 9)), **SMALL))
+    call = functools.partial(paged_attention, sm_scale=1.0, kind="decode")
+    with pytest.raises(ValueError, match="kv_pages is"):
+        call(q, k[:, :1], v[:, :1], kv_pages, meta)
+    one = dataclasses.replace(
+        meta, kv_lens=meta.kv_lens[:1], page_table=meta.page_table[:1], query_start=jnp.arange(2)
+    )
+    with pytest.raises(ValueError, match="decode: 2 tokens for 1 rows"):
+        call(q, k, v, kv_pages, one)
+    with pytest.raises(ValueError, match="impl is 'cuda'; allowed: reference, tpu, gpu"):
+        call(q, k, v, kv_pages, meta, impl="cuda")
+    with pytest.raises(ValueError, match="sliding_window is 0"):
+        call(q, k, v, kv_pages, meta, sliding_window=0)
+    with pytest.raises(NotImplementedError, match="use impl='reference'"):
+        call(q, k, v, kv_pages, meta, impl="gpu")
+
+
+TPU_SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 128])
+@pytest.mark.parametrize("window", [None, 1, 300])
+def test_tpu_kernel_interpreted_equals_dense_softmax(page_size, window):
+    rows = tuple((1, n) for n in (700, 1, 256, 257, 30))
+    case = Case("", rows, **TPU_SIZES, page_size=page_size, sliding_window=window, padding_rows=2)
+    check(case, impl="tpu", interpret=True)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (16, 1), (6, 6), (10, 2)])
+def test_tpu_kernel_interpreted_head_shapes_soft_cap_and_sinks(num_heads, num_kv_heads):
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 256}
+    rows = ((1, 300), (1, 20))
+    check(
+        Case("", rows, **sizes, dtype="float32", soft_cap=3.0, sinks=True),
+        impl="tpu",
+        interpret=True,
+    )
+    check(Case("", rows, **sizes, dtype="bfloat16", sinks=True), impl="tpu", interpret=True)
+
+
+def test_tpu_mixed_step_sends_chunks_through_the_reference():
+    case = Case("", ((1, 300), (1, 20), (40, 90)), **TPU_SIZES, padding_rows=1, padding_tokens=3)
+    check(case, impl="tpu", interpret=True)
+
+
+def test_tpu_kernel_names_what_it_cannot_do():
+    inputs = make_inputs(Case("", ((1, 20),), **SMALL))
+    with pytest.raises(NotImplementedError, match="head width 64"):
+        run(Case("", ((1, 20),), **SMALL), inputs, impl="tpu", interpret=True)
+
+
+def test_dispatch_is_explicit():
+    spec = AttentionSpec("decode", 32, 8, 128, 16, "bfloat16")
+    assert choose("cpu", "cpu", spec) == "reference"
+    assert choose("gpu", "NVIDIA H200", spec) == "reference"
+    assert choose("tpu", "TPU v6 lite", spec) == "tpu"
+    assert choose("tpu", "TPU v6 lite", dataclasses.replace(spec, head_dim=64)) == "reference"
+    with pytest.raises(ValueError, match="platform is 'metal'"):
+        choose("metal", "M4", spec)

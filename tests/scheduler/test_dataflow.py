@@ -1,6 +1,6 @@
 """Random operations of the scheduler against a device that computes what real KV would hold.
 
-The fake device stores at each KV position a hash of everything that determines it (salt, adapter and
+The fake device stores at each KV position a hash of everything that determines it (salt, adapter,
 all tokens up to it) and samples tokens from the hash at the last one. It executes packed steps in
 order, as late as the overlapped loop lets it. A page handed out too early, shared wrongly, left out
 of a page table or written while shared shows up as a row that reads something other than its own
@@ -10,6 +10,7 @@ prefix, or as tokens that differ from those of the request run alone.
 import dataclasses
 import itertools
 import random
+import zlib
 from collections import deque
 
 import pytest
@@ -26,7 +27,8 @@ STOP = 2
 
 def prefix_hashes(request: Request, token_ids: list[int]) -> list[int]:
     """What the KV of each of `token_ids` depends on."""
-    state = hash((request.adapter, request.cache_salt))
+    # Not hash() of the strings, which differs from process to process.
+    state = zlib.crc32(f"{request.adapter}/{request.cache_salt}".encode())
     hashes = []
     for token in token_ids:
         state = hash((state, token))
@@ -58,6 +60,8 @@ class PackedRow:
     """All tokens up to the row's last that the host knows; the device has the others."""
     end: int
     samples: bool
+    min_version: int
+    """Of the weights, when the sequence was last admitted or later."""
 
 
 @dataclasses.dataclass
@@ -78,7 +82,6 @@ class FakeDevice:
         """What was sampled for each slot, by position."""
         self.kv: dict[int, tuple[int, int]] = {}
         """(prefix hash, version of the weights) by position in the cache."""
-        self.version_read: dict[str, int] = {}
 
     def index(self, slot: int, position: int) -> int:
         page, offset = divmod(position, self.page_size)
@@ -103,7 +106,7 @@ class FakeDevice:
             read = [self.kv.get(self.index(row.slot, p)) for p in range(len(row.token_ids))]
             assert [kv and kv[0] for kv in read] == expected, f"{row} reads another prefix"
             oldest = min(kv[1] for kv in read if kv)
-            assert oldest >= self.version_read.setdefault(row.request.request_id, -1), "stale KV"
+            assert oldest >= row.min_version, f"{row} reads KV of old weights"
             if row.samples:
                 token = sample(expected[-1], row.request.sampling.seed)
                 self.sampled[row.slot][row.end] = token
@@ -137,6 +140,7 @@ class Engine:
         self.finished: dict[str, str] = {}
         self.requests: dict[str, Request] = {}
         self.deadlines: dict[str, int] = {}
+        self.min_versions: dict[str, int] = {}
         self.num_steps = 0
         self.num_kinds = {"decode": 0, "mixed": 0}
 
@@ -150,6 +154,7 @@ class Engine:
         self.scheduler.add(request)
         self.requests[request.request_id] = request
         self.outputs[request.request_id] = []
+        self.min_versions[request.request_id] = self.scheduler.cache_version
         self.check()
 
     def abort(self, request_id: str) -> None:
@@ -161,7 +166,7 @@ class Engine:
     def flush(self) -> None:
         self.scheduler.flush_cache()
         for sequence in self.scheduler.waiting:
-            self.device.version_read[sequence.request.request_id] = self.scheduler.cache_version
+            self.min_versions[sequence.request.request_id] = self.scheduler.cache_version
         self.check()
 
     def step(self) -> None:
@@ -195,7 +200,9 @@ class Engine:
             assert row.token_pending == (len(known) < end)
             assert end < row.sequence.max_total, "computes what nobody will ask for"
             request = row.sequence.request
-            rows.append(PackedRow(request, row.slot, row.start, known, end, row.samples))
+            min_version = self.min_versions[request.request_id]
+            packed = PackedRow(request, row.slot, row.start, known, end, row.samples, min_version)
+            rows.append(packed)
         updates = [(update.slot, update.first, update.pages) for update in batch.page_updates]
         return PackedStep(rows, updates, self.scheduler.cache_version, settled)
 

@@ -322,6 +322,37 @@ def test_newest_sequence_gives_way_and_keeps_its_token_in_flight():
     assert recomputed.start == 16, "the pages that were not evicted are found again"
 
 
+def test_preempted_sequence_is_not_admitted_before_its_token_in_flight_is_known():
+    scheduler = make_scheduler(num_pages=5, max_num_seqs=2)
+    scheduler.add(make_request(16, max_tokens=40, request_id="old"))
+    new = scheduler.add(make_request(16, max_tokens=40))
+    in_flight = [schedule(scheduler), schedule(scheduler)]
+    while not new.num_preemptions:
+        in_flight.append(schedule(scheduler))
+        scheduler.commit(in_flight[0], [TOKEN] * len(in_flight.pop(0).sampling_rows))
+    assert new.num_pending == 1
+    scheduler.abort("old")
+    assert schedule_nothing(scheduler)
+    for batch in in_flight:
+        scheduler.commit(batch, [TOKEN] * len(batch.sampling_rows))
+    assert run_step(scheduler)[0].rows[0].sequence is new
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    scheduler = make_scheduler(num_pages=11, max_num_seqs=3, policy="priority")
+    scheduler.add(make_request(70, max_tokens=60))
+    new = scheduler.add(make_request(50, max_tokens=60))
+    while scheduler.pool.num_free:
+        run_step(scheduler)
+    small = scheduler.add(make_request(20, max_tokens=1, priority=-1))
+    while not new.num_preemptions:
+        run_step(scheduler)
+    assert small.status == "waiting"
+    run_step(scheduler)
+    assert small.status == "finished"
+    run_until_idle(scheduler)
+
+
 def test_preempted_sequence_may_end_while_it_waits():
     scheduler = make_scheduler(num_pages=5, max_num_seqs=2)
     scheduler.add(make_request(16, max_tokens=40))
