@@ -37,5 +37,8 @@ test: $(VENV)/.dev   ## lint, types and the default suite
 format: $(VENV)/.dev
 	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .
 
+proto: $(VENV)/.dev   ## generate the gRPC classes from jaxserve.proto
+	@$(PY) -m jaxserve.entry.proto.generate
+
 clean:
 	rm -rf $(VENV) .cache *.egg-info

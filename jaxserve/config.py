@@ -125,7 +125,7 @@ class EngineConfig:
     compile_cache: str | None = setting(
         None, "folder that keeps compiled steps; default: in the cache folder; 'off': none"
     )
-    seed: int = setting(0, "random weights of load_format dummy")
+    weights_seed: int = setting(0, "of the random weights of load_format dummy")
 
     def __post_init__(self):
         check_choices(self)

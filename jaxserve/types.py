@@ -79,8 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     max_tokens: int | None = None
-    """Most tokens to generate; None: until the context is full (16 in /v1/completions, as OpenAI
-    has it)."""
+    """Most tokens to generate; not given: until the context is full (in /v1/completions: 16)."""
     min_tokens: int = 0
     """No stop token, stop string or end of text before this many tokens."""
     temperature: float | None = None

@@ -133,6 +133,7 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("jax").setLevel(logging.WARNING)
     fields = setup["config"]
     fields["mesh"] = MeshConfig(**fields["mesh"])
     config = EngineConfig(**fields)

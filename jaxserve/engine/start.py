@@ -125,7 +125,7 @@ def load(
     """The parameters, on their devices, and the seconds that took."""
     started = time.monotonic()
     if config.load_format == "dummy":
-        params = model.random_params(config.seed)
+        params = model.random_params(config.weights_seed)
     else:
         params = load_weights(files, model.abstract, model.rules, model.config, model.ignored)
     jax.block_until_ready(params)

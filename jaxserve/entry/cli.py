@@ -40,10 +40,6 @@ RUN_ERRORS = (EngineDead, QueueFull, OSError)
 """Exit code 1: the command could have worked."""
 
 
-ARGUMENTS = {(EngineConfig, "seed"): "weights_seed"}
-"""Fields whose flag has another name, since SamplingParams has one of theirs."""
-
-
 # ---- flags out of fields
 
 
@@ -55,12 +51,10 @@ class Flag:
     hint: Any
     default: Any
     help: str
-    argument: str
-    """Name of the command's parameter that takes its value."""
 
     def option(self) -> Callable[[Any], Any]:
         """The click decorator; a flag that isn't given is left to the field's default."""
-        flag = self.argument.replace("_", "-")
+        flag = self.name.replace("_", "-")
         union = typing.get_origin(self.hint) in (typing.Union, types.UnionType)
         parts = typing.get_args(self.hint) if union else (self.hint,)
         kinds = [part for part in parts if part is not type(None)]
@@ -80,7 +74,7 @@ class Flag:
             settings["help"] += "  (repeatable)"
         else:
             (settings["type"],) = kinds
-        return click.option(declaration, self.argument, **settings)
+        return click.option(declaration, self.name, **settings)
 
 
 def config_flags(kind: type[Any], skip: tuple[str, ...] = ()) -> list[Flag]:
@@ -93,10 +87,7 @@ def config_flags(kind: type[Any], skip: tuple[str, ...] = ()) -> list[Flag]:
         if dataclasses.is_dataclass(hints[field.name]):
             flags += config_flags(hints[field.name])
         else:
-            argument = ARGUMENTS.get((kind, field.name), field.name)
-            flags.append(
-                Flag(field.name, hints[field.name], field.default, field.metadata["help"], argument)
-            )
+            flags.append(Flag(field.name, hints[field.name], field.default, field.metadata["help"]))
     return flags
 
 
@@ -115,7 +106,7 @@ def sampling_flags() -> list[Flag]:
         zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True)
     )
     return [
-        Flag(name, hints[name], defaults[name], docs[name], name)
+        Flag(name, hints[name], defaults[name], docs[name])
         for name in SamplingParams.__struct_fields__
     ]
 
@@ -136,7 +127,7 @@ def with_flags(flags: list[Flag]) -> Callable[[Any], Any]:
 
 def given(flags: list[Flag], arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of the flags that were given, with their values; taken out of `arguments`."""
-    values = {flag.name: arguments.pop(flag.argument) for flag in flags}
+    values = {flag.name: arguments.pop(flag.name) for flag in flags}
     return {name: value for name, value in values.items() if value not in (None, ())}
 
 

@@ -65,7 +65,7 @@ class Record:
         )
 
     def note(self, num_tokens: int, finish_reason: FinishReason | None) -> None:
-        """Told of each delta before it goes out.
+        """Told of each delta before it goes out; of a whole choice, with no tokens.
 
         Raises: RequestAborted, or EngineDead while the server drains, for an end that is no answer.
         """

@@ -283,7 +283,7 @@ class Job:
         await self.open()
         outputs = await gather([stream.result() for stream in self.record.streams])
         for choice in (choice for output in outputs for choice in output.choices):
-            self.record.note(len(choice.token_ids), choice.finish_reason)
+            self.record.note(0, choice.finish_reason)
         return self.reply.body(outputs)
 
     async def events(self) -> AsyncGenerator[bytes]:

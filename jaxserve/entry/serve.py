@@ -214,12 +214,13 @@ class Server:
             finally:
                 stop.cancel()
                 died.cancel()
-            log.error("%s", died.result())
+            died.result()  # why it did is in the client's log line
             if grpc_server is not None:
                 await grpc_server.set_healthy(False)
             if not self._may_restart():
                 await asyncio.sleep(LAST_WORDS_S)
                 return 1
+            log.warning("starting the engine anew")
             dead, front.client = front.client, None
             await dead.close()
             try:

@@ -23,7 +23,7 @@ DECODE_ITEMS = 16  # (row, block) pairs of an iteration, fewer where there are f
 DECODE_BLOCK = 64
 ONE_ROW_BLOCK = 128
 TILE_QUERIES = 32
-TILE_BLOCK = 256
+TILE_BLOCK = 128
 
 
 def write_kv(

@@ -76,10 +76,10 @@ def options(name: str) -> dict[str, click.Option]:
 
 def test_every_setting_is_a_flag_with_help():
     names = {f.name for kind in (EngineConfig, MeshConfig) for f in dataclasses.fields(kind)}
-    names -= {"model", "mesh", "seed"}
+    names -= {"model", "mesh"}
     for name in ("serve", "generate", "chat"):
         flags = options(name)
-        for field in {*names, "weights_seed"}:
+        for field in names:
             flag = flags[f"--{field.replace('_', '-')}"]
             assert flag.help
     for field in dataclasses.fields(ServerConfig):
@@ -105,7 +105,7 @@ def test_flags_become_a_config(monkeypatch: pytest.MonkeyPatch):
     assert seen == [
         EngineConfig(
             model="m", mesh=MeshConfig(tensor=2), overlap=False, dtype="bfloat16",
-            memory_fraction=0.5, seed=3,
+            memory_fraction=0.5, weights_seed=3,
         ),
         ServerConfig(port=0, grpc_port=0, restart_engine=True),
     ]  # fmt: skip

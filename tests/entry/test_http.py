@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from server_fakes import REPLY, FakeEngine, Served, serving, serving_http
 
 from jaxserve.entry.front import Front
@@ -20,6 +21,13 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_t
 async def served() -> AsyncIterator[Served]:
     async with serving(max_body_bytes=100_000) as served:
         yield served
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+    """One server for all the requests that reach no engine."""
+    async with serving_http(max_body_bytes=100_000) as served_and_http:
+        yield served_and_http
 
 
 @pytest.fixture
@@ -317,7 +325,9 @@ async def test_openapi_describes_the_bodies(http: httpx.AsyncClient):
         ({"prompt": ["a"] * 2000}, "prompt"),
     ],
 )
-async def test_bad_completions_are_refused_by_name(http, served, body: dict[str, Any], param: str):
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bad_completions_are_refused_by_name(shared, body: dict[str, Any], param: str):
+    served, http = shared
     check_error(await http.post("/v1/completions", json=body), 400, param)
     assert served.engine.requests == []
 
@@ -344,7 +354,9 @@ async def test_bad_completions_are_refused_by_name(http, served, body: dict[str,
         ({"max_completion_tokens": 5}, "max_completion_tokens"),
     ],
 )
-async def test_bad_chats_are_refused_by_name(http, served, change: dict[str, Any], param: str):
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bad_chats_are_refused_by_name(shared, change: dict[str, Any], param: str):
+    served, http = shared
     check_error(await http.post("/v1/chat/completions", json=CHAT | change), 400, param)
     assert served.engine.requests == []
 
@@ -379,7 +391,9 @@ async def test_context_too_long(http: httpx.AsyncClient):
     ],
     ids=range(16),
 )
-async def test_broken_bodies_are_refused(http: httpx.AsyncClient, body: bytes):
+@pytest.mark.asyncio(loop_scope="module")
+async def test_broken_bodies_are_refused(shared, body: bytes):
+    _, http = shared
     headers = {"content-type": "application/json"}
     check_error(await http.post("/v1/completions", content=body, headers=headers), 400)
     assert (await http.get("/health")).status_code == 200

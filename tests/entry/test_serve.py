@@ -291,7 +291,7 @@ def test_the_command_stops_cleanly_on_signals(number: signal.Signals):
         started_s = time.monotonic()
         process.send_signal(number)
         out, errors = process.communicate(timeout=10)
-        assert time.monotonic() - started_s < 3
+        assert time.monotonic() - started_s < 6
         assert process.returncode == 0, errors
         assert out.splitlines()[-1] == "stopped"
         assert "POST /v1/completions cmpl-" in errors
