@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -99,9 +100,7 @@ async def run(url: str, requests: list[tuple[list[int], int]], clients: int) -> 
         "end_to_end": record.percentiles([r["e2e"] for r in good]) if good else {},
         "server_counters": {
             name: float(value)
-            for name, value in re.findall(
-                r"^(jaxserve_\w+_total)(?:\{[^}]*\})? (\S+)$", metrics, re.M
-            )
+            for name, value in re.findall(r"^(jaxserve_\w+_total\S*) (\S+)$", metrics, re.M)
         },
     }
 
@@ -110,16 +109,25 @@ def start_server(model: str, flags: list[str]) -> tuple[subprocess.Popen[str], s
     """Starts `jaxserve serve` on a free port and waits until it's ready: process, URL, seconds."""
     start = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxserve", "serve", model, "--port", "0", *flags],
+        [
+            *(sys.executable, "-m", "jaxserve", "serve", model),
+            *("--port", "0", "--log-level", "warning"),
+            *flags,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     assert process.stdout is not None
+    url = ""
     for line in process.stdout:
         print("server:", line.rstrip(), file=sys.stderr)
         if match := re.search(r"http://127\.0\.0\.1:\d+", line):
-            return process, match.group(), time.perf_counter() - start
+            url = match.group()
+        if line.strip() == "ready":
+            # a pipe that nobody reads would fill up and stop the server
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            return process, url, time.perf_counter() - start
     raise SystemExit(f"the server ended with code {process.wait()} before it was ready")
 
 
@@ -147,8 +155,6 @@ def main() -> None:
         code = None
         if process is not None:
             process.terminate()
-            assert process.stdout is not None
-            process.stdout.read()
             code = process.wait(60)
     figures |= {"shrink": arguments.shrink, "ready_s": ready_s, "server_exit_code": code}
     record.store("serve", record.cpu_name(), figures)

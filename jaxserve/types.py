@@ -330,6 +330,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The same, also bounded by the KV pages there are: what a request may need at most."""
     max_num_seqs: int
     num_pages: int
+    """KV pages that can be handed out."""
     page_size: int
     kv_bytes: int
     platform: str

@@ -18,6 +18,7 @@ from typing import Literal
 
 from jaxserve import messages
 from jaxserve.config import EngineConfig, MeshConfig
+from jaxserve.types import CheckpointError, ConfigError, UnsupportedModel
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,11 @@ async def _start_process(config: EngineConfig) -> EngineHandle:
         start_new_session=True,
     )
     assert process.stdin is not None
-    setup = {"address": address, "config": dataclasses.asdict(config)}
+    setup = {
+        "address": address,
+        "config": dataclasses.asdict(config),
+        "log_level": log.getEffectiveLevel(),
+    }
     process.stdin.write(json.dumps(setup).encode() + b"\n")
     await process.stdin.drain()
     exited = asyncio.ensure_future(process.wait())
@@ -107,10 +112,10 @@ def run_engine(config: EngineConfig, link: messages.EngineEnd) -> int:
     try:
         start(config, link).run()
         return 0
-    except (
-        Exception
-    ) as error:  # the boundary: every error must reach the clients before the engine is gone
-        log.exception("the engine ends because of an error")
+    # The boundary: every error must reach the clients before the engine is gone.
+    except Exception as error:
+        if not isinstance(error, ConfigError | CheckpointError | UnsupportedModel):
+            log.exception("the engine ends because of an error")
         link.send(messages.Fatal(f"{type(error).__name__}: {error}", type(error).__name__))
         return 1
 
@@ -131,7 +136,7 @@ def main() -> int:
     setup = json.loads(sys.stdin.readline())
     _end_with_parent()
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=setup["log_level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("jax").setLevel(logging.WARNING)
     fields = setup["config"]

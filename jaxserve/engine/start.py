@@ -101,7 +101,7 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
         max_model_len=limits.max_model_len,
         max_request_tokens=scheduler.config.max_request_tokens,
         max_num_seqs=limits.max_num_seqs,
-        num_pages=runner.num_pages,
+        num_pages=runner.num_pages - 1,
         page_size=config.page_size,
         kv_bytes=runner.kv_bytes,
         platform=platform,

@@ -77,11 +77,12 @@ class Buckets:
     def choose(
         cls, *, platform: str, max_num_seqs: int, max_batched_tokens: int, pages: int
     ) -> "Buckets":
-        """On a CPU few shapes, since padding rows there cost little beside the weights' bytes and
-        compiling is slow."""
+        """On a CPU a step costs what its padded tokens cost; but a shape takes seconds to compile."""
         if platform == "cpu":
-            tokens = sorted({min(max_batched_tokens, t) for t in (32, 128, max_batched_tokens)})
-            return cls(tuple(ladder(1, max_num_seqs)), tuple(tokens), max_num_seqs, pages)
+            sizes = [t for t in (16, 32, 64, 96, 128) if t < max_batched_tokens]
+            sizes += ladder(256, max_batched_tokens) if max_batched_tokens > 256 else []
+            tokens = tuple(sorted({*sizes, max_batched_tokens}))
+            return cls(tuple(ladder(1, max_num_seqs)), tokens, max_num_seqs, pages)
         seqs = ladder(1, max_num_seqs)
         tokens = ladder(min(256, max_batched_tokens), max_batched_tokens, dense_from=1024)
         return cls(tuple(seqs), tuple(tokens), max_num_seqs, pages)

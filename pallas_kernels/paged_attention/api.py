@@ -48,7 +48,9 @@ def paged_attention(
     mesh: when its axis "tensor" has more than one device, heads are spread over that axis (q, k, v
       on axis 1, kv_pages on axis 2, sinks on axis 0), everything else is on each device, and each
       device attends with its own heads. None: the compiler places a "reference" call by itself.
-    interpret: run the TPU kernel's body on any device, slowly, for tests.
+    impl: "tpu" and "gpu" are kernels for rows with one query; in a "mixed" call rows with chunks go
+      through the reference, compiled by XLA for the device. `dispatch.choose` says which to use.
+    interpret: run the TPU or GPU kernel's body on any device, slowly, for tests.
     Raises ValueError for shapes that contradict each other, NotImplementedError for what `impl`
     can't do.
     """
@@ -95,9 +97,12 @@ def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, interpret):
 
         out = tpu.attend(q, kv_pages, meta, interpret=interpret, **options)
     else:
-        raise NotImplementedError(
-            "paged attention has no GPU kernel yet; use impl='reference', which XLA compiles for it"
-        )
+        from jax.experimental.pallas import mosaic_gpu
+
+        from pallas_kernels.paged_attention import gpu
+
+        params = mosaic_gpu.InterpretGPUParams() if interpret else None
+        out = gpu.attend(q, kv_pages, meta, interpret=params, **options)
     return out, kv_pages
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,11 +49,19 @@ class Case:
         return 4 * seen * self.num_heads * self.head_dim
 
 
-def make_inputs(case: Case, seed: int = 0, *, poison: bool = False, table_width: int | None = None):
+def make_inputs(
+    case: Case,
+    seed: int = 0,
+    *,
+    poison: bool = False,
+    table_width: int | None = None,
+    on_device: bool = False,
+):
     """(q, k, v, kv_pages, meta, sinks) for a case: random values on scattered pages.
 
     The cache already holds each row's older tokens. poison: all other cache is NaN (else random),
-    and page table entries past a row's end are out of range.
+    and page table entries past a row's end are out of range. on_device: values come from
+    jax.random instead of numpy, which is much faster for gigabytes and can't be poisoned.
     """
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
@@ -67,12 +76,6 @@ def make_inputs(case: Case, seed: int = 0, *, poison: bool = False, table_width:
     num_pages = 1 + sum(row_pages) + 2
     width = table_width or max(row_pages, default=1)
 
-    def random(*shape):
-        return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
-
-    q = random(num_tokens, case.num_heads, case.head_dim)
-    k, v = (random(num_tokens, case.num_kv_heads, case.head_dim) for _ in range(2))
-    cache = random(num_pages * page_size, 2 * case.num_kv_heads, case.head_dim)
     old = np.zeros(num_pages * page_size, bool)
     page_table = np.full((num_rows, width), 2**31 - 1 if poison else 0, np.int32)
     slots = np.arange(num_tokens, dtype=np.int32) % page_size  # of padding: page 0
@@ -86,8 +89,6 @@ def make_inputs(case: Case, seed: int = 0, *, poison: bool = False, table_width:
         old[row_slots[: kv_len - query_len]] = True
         slots[token : token + query_len] = row_slots[kv_len - query_len :]
         token += query_len
-    if poison:
-        cache[~old] = np.nan
     query_lens = [query_len for query_len, _ in case.rows] + [0] * case.padding_rows
     kv_lens = [kv_len for _, kv_len in case.rows] + [0] * case.padding_rows
     meta = AttentionMeta(
@@ -97,9 +98,21 @@ def make_inputs(case: Case, seed: int = 0, *, poison: bool = False, table_width:
         slot_mapping=jnp.asarray(slots),
         num_decode_rows=jnp.int32(decode_rows),
     )
-    kv_pages = cache.reshape(num_pages, page_size, *cache.shape[1:])
-    sinks = random(case.num_heads) if case.sinks else None
-    return (*(jnp.asarray(a) for a in (q, k, v, kv_pages)), meta, sinks)
+
+    tokens = (num_tokens, case.num_heads), (num_tokens, case.num_kv_heads)
+    shapes = [(*lead, case.head_dim) for lead in (tokens[0], tokens[1], tokens[1])]
+    shapes += [(num_pages, page_size, 2 * case.num_kv_heads, case.head_dim), (case.num_heads,)]
+    if on_device:
+        keys = jax.random.split(jax.random.key(seed), len(shapes))
+        arrays = [
+            jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)
+        ]
+    else:
+        arrays = [rng.standard_normal(shape, dtype=np.float32).astype(dtype) for shape in shapes]
+        if poison:
+            arrays[3].reshape(len(old), -1)[~old] = np.nan
+    q, k, v, kv_pages, sinks = map(jnp.asarray, arrays)
+    return q, k, v, kv_pages, meta, sinks if case.sinks else None
 
 
 LLAMA_8B: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}

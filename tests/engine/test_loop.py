@@ -135,8 +135,8 @@ def test_nothing_compiles_at_run_time(driver):
 def test_pages_that_fit_are_computed_when_not_set(tmp_path):
     engine = make(tmp_path, num_pages=None)
     pages_per_sequence = TINY["max_position_embeddings"] // engine.info.page_size
-    assert engine.info.num_pages == 4 * pages_per_sequence + 1  # all that there's any use for
-    assert engine.info.kv_bytes == engine.info.num_pages * engine.runner.page_bytes
+    assert engine.info.num_pages == 4 * pages_per_sequence  # all that there's any use for
+    assert engine.info.kv_bytes == (engine.info.num_pages + 1) * engine.runner.page_bytes
 
 
 def test_a_mesh_that_does_not_divide_the_heads_names_sizes_that_do(tmp_path):

@@ -1,0 +1,546 @@
+"""Paged attention on a Hopper GPU: a Pallas Mosaic GPU kernel for rows with one query.
+
+In a "mixed" call rows from `num_decode_rows` on go through `reference.attend_chunks`, which XLA
+compiles for the GPU; a kernel for them is still to be written.
+
+A decode call must read kv_len x 2 K H elements a row and little else. Not measured yet, so nothing
+chooses it by itself; it compiles for an H200 without spills, and its numbers are checked in
+Pallas's GPU interpreter. The study it grew from read at 94 % of an H200's copy rate (JAX 0.11.2).
+
+Blocks of all (row, kv head) tasks form one flat list that is cut into equal ranges, one a worker
+(a thread block that stays on its multiprocessor), so a ragged batch and a single long row both
+fill the card (Stream-K, arXiv:2301.03598; split-KV, arXiv:2311.01282 section 3):
+
+    task      |  0  |      1       | 2 |    3    |        blocks of (row, kv head), rows in order
+    worker    |   0    |   1    |   2    |   3   |        equal shares
+    partial    0  0+1   1+1 1+2   1+2 ...                 slot = task + worker: unique, and those of
+                                                          one task are neighbours
+
+Each worker is two warpgroups: one issues the copies of pages into a ring in shared memory, the
+other multiplies. A kv head's queries are rows of a 64-row matrix, of which G are real. Partial
+results carry their maximum (in base 2) and sum, and XLA combines at most `max_parts` of a task.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.meta import AttentionMeta, AttentionSpec, Kind
+
+plgpu: Any = mosaic_gpu  # whose annotations call its transforms abstract and its ACC private
+
+BLOCK = 64  # tokens; also the rows of a wgmma
+SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """workers: thread blocks, one a multiprocessor. stages: blocks of K and V in flight each.
+    max_parts: most partial results of a task, which bounds what the combination reads."""
+
+    workers: int = 132
+    stages: int = 4
+    query_buffers: int = 2
+    max_parts: int = 32
+
+    def __post_init__(self):
+        for name, low in (("workers", 1), ("stages", 2), ("query_buffers", 1), ("max_parts", 3)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {low} or more")
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory a worker takes, near enough."""
+        ring = self.stages * 2 * BLOCK * head_dim * 2
+        queries = self.query_buffers * BLOCK * head_dim * 2
+        return ring + queries + BLOCK * head_dim * 4 + 2048
+
+
+def default_config(spec: AttentionSpec, num_rows: int, workers: int = 132) -> Config:
+    """As many stages as fit (4 at most: the study gained nothing from more at width 128)."""
+    size = num_rows * spec.num_heads * spec.head_dim
+    # A row as long as all others together may want as many parts as a head has workers. The
+    # combination looks at max_parts of every task: about 4 M elements, a few microseconds. From 32
+    # on XLA splits the reduction and writes its operands out, which only a small one can afford.
+    max_parts = -(-workers // spec.num_kv_heads) + 2
+    if size > 1 << 14:
+        max_parts = max(8, min(max_parts, (4 << 20) // size, 31))
+    max_parts = max(max_parts, 3)
+    for stages, query_buffers in ((8, 2), (4, 2), (3, 2), (2, 2), (2, 1)):
+        config = Config(workers, stages, query_buffers, max_parts)
+        if config.shared_bytes(spec.head_dim) <= SHARED_BYTES:
+            return config
+    raise NotImplementedError(f"head width {spec.head_dim} does not fit shared memory")
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    """Why the kernel can't do a case, or None where it can."""
+    if spec.head_dim not in (64, 128, 256):
+        return f"head width {spec.head_dim} (64, 128 and 256 work)"
+    if spec.group > 16:
+        return f"{spec.group} queries a kv head (16 at most)"
+    if spec.kv_dtype not in ("bfloat16", "float16"):
+        return f"a {spec.kv_dtype} cache (bfloat16 and float16 work)"
+    if spec.page_size not in (8, 16, 32, 64, 128):
+        return f"page size {spec.page_size} (8, 16, 32, 64 and 128 work)"
+    return None
+
+
+class Plan(NamedTuple):
+    """The flat list of work, the same for every layer of a step. Rows with work come first."""
+
+    rows: Int[Array, "S"]  # place in the list -> row
+    lens: Int[Array, "S"]  # by place
+    first_block: Int[Array, "S"]  # by place; later than 0 only with a sliding window
+    work: Int[Array, "workers 5"]  # place, head and block to start at; blocks to do; segments
+    first_slot: Int[Array, "S K"]  # by row: where the task's partial results begin
+    num_parts: Int[Array, "S K"]  # by row
+
+
+def make_plan(
+    kv_lens: Int[Array, "S"], num_kv_heads: int, sliding_window: int | None, config: Config
+) -> Plan:
+    """Cuts the batch's blocks into equal shares. A few thousand integer operations."""
+    num_rows = len(kv_lens)
+    first = jnp.maximum(kv_lens - sliding_window, 0) // BLOCK if sliding_window else 0 * kv_lens
+    blocks = (kv_lens + BLOCK - 1) // BLOCK - first
+    place = jnp.cumsum(blocks > 0) - 1
+    target = jnp.where(blocks > 0, place, num_rows)  # rows without work: dropped
+    rows = jnp.zeros_like(kv_lens).at[target].set(jnp.arange(num_rows), mode="drop")
+    num_live = place[-1] + 1
+    live = jnp.arange(num_rows) < num_live
+    placed_blocks = jnp.where(live, blocks[rows], 0)
+    ends = jnp.cumsum(placed_blocks) * num_kv_heads
+    total = ends[-1]
+    share = jnp.maximum(
+        (total + config.workers - 1) // config.workers,
+        -(-jnp.max(blocks) // (config.max_parts - 1)),
+    )
+    share = jnp.maximum(share, 1)
+
+    def locate(flat):  # [W] -> place, head, block from the row's first
+        at = jnp.minimum(jnp.sum(flat[:, None] >= ends, axis=1), num_rows - 1)
+        inside = flat - (ends - placed_blocks * num_kv_heads)[at]
+        width = jnp.maximum(placed_blocks[at], 1)
+        return at, inside // width, inside % width
+
+    start = jnp.arange(config.workers) * share
+    count = jnp.clip(total - start, 0, share)
+    at, head, block = locate(jnp.minimum(start, jnp.maximum(total - 1, 0)))
+    last_at, last_head, _ = locate(jnp.clip(start + count - 1, 0, jnp.maximum(total - 1, 0)))
+    segments = jnp.where(count > 0, (last_at - at) * num_kv_heads + last_head - head + 1, 0)
+    work = jnp.stack([at, head, block + first[rows][at], count, segments], axis=1)
+
+    heads = jnp.arange(num_kv_heads)
+    task_start = (ends - placed_blocks * num_kv_heads)[:, None] + heads * placed_blocks[:, None]
+    first_worker = task_start // share
+    last_worker = (task_start + placed_blocks[:, None] - 1) // share
+    task = jnp.arange(num_rows)[:, None] * num_kv_heads + heads
+    by_row = jnp.maximum(place, 0)
+    return Plan(
+        rows=rows,
+        lens=kv_lens[rows],
+        first_block=first[rows],
+        work=work.astype(jnp.int32),
+        first_slot=(task + first_worker)[by_row],
+        num_parts=jnp.where((blocks > 0)[:, None], (last_worker - first_worker + 1)[by_row], 0),
+    )
+
+
+def attend(
+    q: Float[Array, "T N H"],
+    kv_pages: Float[Array, "pages page_size 2*K H"],
+    meta: AttentionMeta,
+    *,
+    sm_scale: float,
+    kind: Kind,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Float[Array, "T N H"]:
+    """As `reference.attend`. Raises NotImplementedError naming what the kernel can't do.
+
+    interpret: Pallas's `InterpretGPUParams`, to run on a CPU.
+    """
+    spec = AttentionSpec(
+        kind=kind,
+        num_heads=q.shape[1],
+        num_kv_heads=kv_pages.shape[2] // 2,
+        head_dim=q.shape[2],
+        page_size=kv_pages.shape[1],
+        kv_dtype=kv_pages.dtype.name,
+    )
+    if reason := unsupported(spec):
+        raise NotImplementedError(
+            f"the GPU kernel of paged attention can't do {reason}; impl='reference' can"
+        )
+    num_rows = min(len(meta.kv_lens), len(q))
+    rows = functools.partial(
+        attend_rows, config=config or default_config(spec, num_rows), interpret=interpret
+    )
+    return reference.attend(
+        q,
+        kv_pages,
+        meta,
+        sm_scale=sm_scale,
+        kind=kind,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        rows_kernel=rows,
+    )
+
+
+def attend_rows(
+    q: Float[Array, "S N H"],
+    kv_pages: Float[Array, "pages page_size 2*K H"],
+    page_table: Int[Array, "S P"],
+    kv_lens: Int[Array, "S"],
+    *,
+    sm_scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "N"] | None,
+    config: Config,
+    interpret: Any = None,
+) -> Float[Array, "S N H"]:
+    """One query a row, each its sequence's newest token. Zeros for rows of length 0."""
+    num_kv_heads = kv_pages.shape[2] // 2
+    plan = make_plan(kv_lens, num_kv_heads, sliding_window, config)
+    out, top, total = _partials(
+        q,
+        kv_pages,
+        page_table,
+        plan,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        config=config,
+        interpret=interpret,
+    )
+    group = q.shape[1] // num_kv_heads
+    return _combine(out, top, total, plan, sinks, group, config).astype(q.dtype)
+
+
+def _combine(out, top, total, plan, sinks, group, config):
+    """Partials [slots, Gp, H] and their top, total [slots, 64] -> [S, N, H] in float32.
+
+    One reduction over (top, total, out) triples, so that XLA makes one kernel of it.
+    """
+    num_rows, num_kv_heads = plan.first_slot.shape
+    parts = jnp.arange(config.max_parts)
+    real = parts < plan.num_parts[..., None]  # [S, K, parts]
+    slot = plan.first_slot[..., None] + jnp.where(real, parts, 0)
+    real = real[..., None, None]
+    part_out = jnp.where(real, out[slot, :group], 0)  # [S, K, parts, G, H]
+    part_top = jnp.where(real, top[slot, :group, None], reference.MASKED)
+    part_total = jnp.where(real, total[slot, :group, None], 0)
+
+    def merge(a, b):
+        new_top = jnp.maximum(a[0], b[0])
+        keep_a, keep_b = jnp.exp2(a[0] - new_top), jnp.exp2(b[0] - new_top)
+        return new_top, a[1] * keep_a + b[1] * keep_b, a[2] * keep_a + b[2] * keep_b
+
+    triples = jnp.broadcast_arrays(part_top, part_total, part_out)
+    empty = (jnp.float32(reference.MASKED), jnp.float32(0), jnp.float32(0))
+    top, total, out = lax.reduce(tuple(triples), empty, merge, (2,))
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1) * LOG2_E
+        top, total, out = merge((top, total, out), (sinks, 1.0, 0.0))
+    out = out / jnp.where(total > 0, total, 1)
+    return out.reshape(num_rows, num_kv_heads * group, -1)
+
+
+def _partials(
+    q, kv_pages, page_table, plan, *, sm_scale, sliding_window, soft_cap, config, interpret
+):
+    """A partial (output, top, total) for each segment, at task + worker; other slots: garbage."""
+    num_rows, num_heads, head_dim = q.shape
+    _, page_size, num_parts, _ = kv_pages.shape
+    num_kv_heads = num_parts // 2
+    group = num_heads // num_kv_heads
+    rows = 8 * math.ceil(group / 8)  # copies into tiled shared memory move 8 rows at least
+    dtype = kv_pages.dtype
+    queries = q.reshape(num_rows, num_kv_heads, group, head_dim).astype(dtype)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
+    slots = num_rows * num_kv_heads + config.workers
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tiled_f32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    copies = max(1, BLOCK // page_size)
+    interpreted = interpret is not None
+    ring = plgpu.SMEM((config.stages, BLOCK, head_dim), dtype, transforms=tiled)
+    scratch = {
+        "queries_smem": plgpu.SMEM(
+            (config.query_buffers, BLOCK, head_dim), dtype, transforms=tiled
+        ),
+        "k_smem": ring,
+        "v_smem": ring,
+        "out_smem": plgpu.SMEM((BLOCK, head_dim), jnp.float32, transforms=tiled_f32),
+        # The interpreter has no multiplication whose left side is in registers.
+        "weights_smem": plgpu.SMEM((BLOCK, BLOCK), dtype, transforms=tiled)
+        if interpreted
+        else None,
+        "queries_full": plgpu.Barrier(num_barriers=config.query_buffers),
+        "queries_free": plgpu.Barrier(num_barriers=config.query_buffers),
+        "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+        "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+        "k_free": plgpu.Barrier(num_barriers=config.stages),
+        "v_free": plgpu.Barrier(num_barriers=config.stages),
+    }
+    body = functools.partial(
+        _worker,
+        num_kv_heads=num_kv_heads,
+        rows=rows,
+        page_size=page_size,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        config=config,
+    )
+    kernel = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((slots, rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((slots, BLOCK), jnp.float32),
+            jax.ShapeDtypeStruct((slots, BLOCK), jnp.float32),
+        ],
+        scratch_types=scratch,
+        grid=(config.workers,),
+        grid_names=("worker",),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
+        ),
+        **({"interpret": interpret} if interpreted else {}),
+    )
+    return kernel(queries, kv_pages, page_table, plan.rows, plan.lens, plan.first_block, plan.work)
+
+
+def _worker(
+    queries_ref,
+    kv_ref,
+    page_table_ref,
+    rows_ref,
+    lens_ref,
+    first_ref,
+    work_ref,
+    out_ref,
+    top_ref,
+    total_ref,
+    *,
+    queries_smem,
+    k_smem,
+    v_smem,
+    out_smem,
+    weights_smem,
+    queries_full,
+    queries_free,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    num_kv_heads,
+    rows,
+    page_size,
+    sm_scale,
+    sliding_window,
+    soft_cap,
+    config,
+):
+    worker = lax.axis_index("worker")
+    warpgroup = lax.axis_index("warpgroup")
+    num_places = lens_ref.shape[0]
+    head_dim = k_smem.shape[-1]
+    stages = config.stages
+    start_place, start_head, start_block = (work_ref[worker, i] for i in range(3))
+    count, segments = work_ref[worker, 3], work_ref[worker, 4]
+
+    def segment_of(place, head, block, done):
+        """Length of the row, blocks to do, and where the next segment starts."""
+        length = lens_ref[place]
+        todo = jnp.minimum(pl.cdiv(length, BLOCK) - block, count - done)
+        wraps = head + 1 == num_kv_heads
+        next_place = jnp.where(wraps, jnp.minimum(place + 1, num_places - 1), place)
+        return length, todo, next_place, jnp.where(wraps, 0, head + 1)
+
+    @pl.when(warpgroup == 1)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def segment(j, state):
+            place, head, block, done = state
+            length, todo, next_place, next_head = segment_of(place, head, block, done)
+            row = rows_ref[place]
+            last_page = lax.div(length - 1, jnp.int32(page_size))
+            buffer = lax.rem(j, jnp.int32(config.query_buffers))
+
+            @pl.when(j >= config.query_buffers)
+            def _():
+                plgpu.barrier_wait(queries_free.at[buffer])
+
+            plgpu.copy_gmem_to_smem(
+                queries_ref.at[row, head],
+                queries_smem.at[buffer, pl.ds(0, rows)],
+                queries_full.at[buffer],
+            )
+
+            def load(i, _):
+                stage = lax.rem(done + i, jnp.int32(stages))
+                token = (block + i) * BLOCK
+                # Past the row's last page: that page again, to be masked.
+                pages = [
+                    page_table_ref[
+                        row,
+                        jnp.minimum(lax.div(token, jnp.int32(page_size)) + p, last_page),
+                    ]
+                    for p in range(max(1, BLOCK // page_size))
+                ]
+                copied = min(BLOCK, page_size)
+                offset = lax.rem(token, jnp.int32(page_size)) if page_size > BLOCK else 0
+                for part, smem, full, free in (
+                    (0, k_smem, k_full, k_free),
+                    (1, v_smem, v_full, v_free),
+                ):
+
+                    @pl.when(done + i >= stages)
+                    def _(free=free):
+                        plgpu.barrier_wait(free.at[stage])
+
+                    for p, page in enumerate(pages):
+                        plgpu.copy_gmem_to_smem(
+                            kv_ref.at[page, pl.ds(offset, copied), 2 * head + part],
+                            smem.at[stage, pl.ds(p * copied, copied)],
+                            full.at[stage],
+                        )
+                return ()
+
+            lax.fori_loop(0, todo, load, ())
+            return next_place, next_head, first_ref[next_place], done + todo
+
+        lax.fori_loop(0, segments, segment, (start_place, start_head, start_block, jnp.int32(0)))
+
+        # Leave only when all that was sent has been consumed.
+        def drain(i, _):
+            stage = lax.rem(i, jnp.int32(stages))
+            plgpu.barrier_wait(k_free.at[stage])
+            plgpu.barrier_wait(v_free.at[stage])
+            return ()
+
+        lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, ())
+
+        def drain_queries(j, _):
+            plgpu.barrier_wait(queries_free.at[lax.rem(j, jnp.int32(config.query_buffers))])
+            return ()
+
+        lax.fori_loop(jnp.maximum(segments - config.query_buffers, 0), segments, drain_queries, ())
+
+    @pl.when(warpgroup == 0)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+
+        def segment(j, state):
+            place, head, block, done = state
+            length, todo, next_place, next_head = segment_of(place, head, block, done)
+            buffer = lax.rem(j, jnp.int32(config.query_buffers))
+            plgpu.barrier_wait(queries_full.at[buffer])
+
+            def multiply(i, carry):
+                out, top, total = carry
+                stage = lax.rem(done + i, jnp.int32(stages))
+                token = (block + i) * BLOCK
+                plgpu.barrier_wait(k_full.at[stage])
+
+                def query_key(acc):
+                    plgpu.wgmma(
+                        acc,
+                        queries_smem.at[buffer],
+                        k_smem.at[stage].transpose((1, 0)),
+                    )
+                    return acc[...]
+
+                scores = pl.run_scoped(query_key, plgpu.ACC((BLOCK, BLOCK), jnp.float32))
+                plgpu.barrier_arrive(k_free.at[stage])
+                if soft_cap is None:
+                    scores = scores * (sm_scale * LOG2_E)
+                else:
+                    scores = jnp.tanh(scores * (sm_scale / soft_cap)) * (soft_cap * LOG2_E)
+                position = lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 1) + token
+                seen = position < length
+                if sliding_window is not None:
+                    seen = seen & (position >= length - sliding_window)
+                scores = jnp.where(seen, scores, reference.MASKED)
+                new_top = jnp.maximum(top, scores.max(axis=1))
+                keep = jnp.exp2(top - new_top)
+                weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, (0,)))
+                total = total * keep + weights.sum(axis=1)
+                weights = weights.astype(v_smem.dtype)
+                plgpu.barrier_wait(v_full.at[stage])
+
+                # Cache past the row's end may be NaN, which a weight of 0 does not silence.
+                @pl.when(token + BLOCK > length)
+                def _():
+                    value_row = lax.broadcasted_iota(jnp.int32, (BLOCK, 64), 0) + token
+                    for column in range(0, head_dim, 64):  # few at once, for registers' sake
+                        part = v_smem.at[stage, :, pl.ds(column, 64)]
+                        values = part[...]
+                        part[...] = jnp.where(value_row < length, values, jnp.zeros_like(values))
+                    plgpu.commit_smem()
+
+                if weights_smem is None:
+                    left = weights
+                else:
+                    weights_smem[...] = weights
+                    plgpu.commit_smem()
+                    left = weights_smem
+
+                out = out * lax.broadcast_in_dim(keep, out.shape, (0,))
+
+                def weight_value(acc):
+                    plgpu.wgmma(acc, left, v_smem.at[stage])
+
+                if weights_smem is None:
+                    out = pl.run_state(weight_value)(plgpu.ACC.init(out))
+                else:  # the interpreter can't start from what is there
+
+                    def from_zero(acc):
+                        weight_value(acc)
+                        return acc[...]
+
+                    out = out + pl.run_scoped(from_zero, plgpu.ACC((BLOCK, head_dim), jnp.float32))
+                plgpu.barrier_arrive(v_free.at[stage])
+                return out, new_top, total
+
+            out, top, total = lax.fori_loop(
+                0,
+                todo,
+                multiply,
+                (
+                    jnp.zeros((BLOCK, head_dim), jnp.float32),
+                    jnp.full((BLOCK,), reference.MASKED, jnp.float32),
+                    jnp.zeros((BLOCK,), jnp.float32),
+                ),
+            )
+            plgpu.barrier_arrive(queries_free.at[buffer])
+            plgpu.wait_smem_to_gmem(0)  # of the segment before
+            out_smem[...] = out
+            plgpu.commit_smem()
+            slot = place * num_kv_heads + head + worker
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows)], out_ref.at[slot])
+            top_ref[slot] = top
+            total_ref[slot] = total
+            return next_place, next_head, first_ref[next_place], done + todo
+
+        lax.fori_loop(0, segments, segment, (start_place, start_head, start_block, jnp.int32(0)))
+        plgpu.wait_smem_to_gmem(0)

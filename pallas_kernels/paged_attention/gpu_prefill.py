@@ -1,0 +1,596 @@
+"""Chunks of queries against paged keys and values on a Hopper GPU (Pallas, Mosaic GPU).
+
+A call multiplies 4 x (queries x keys they see) x N x H; RATE.
+
+A tile is 128 neighbouring tokens of one row under one query head, so that queries come from and
+outputs go to [T, N, H] as it lies, for any number of queries per kv head. Tiles begin at multiples
+of 8 tokens, where TMA can lay them out for the tensor core, and so may begin with up to 7 tokens of
+the row before; only their own row's outputs are stored:
+
+    token        0 . . . 4 . . . 8 . . . 12 . . . 16 . . .
+    row          0 0 0 0 0 0 1 1 1 1 1 1 1 1 1 1  1 2 2 2
+    tiles        |row 0 tile...|                              first 0, end 6
+                 |row 1 tile .................... |           first 6, end 17
+                                             (from 16) |      row 2: first 1
+
+Every block of the grid (one a multiprocessor) walks a list of (tile, head) items, costliest first,
+in snake order, so that all finish together. Inside, one warpgroup moves memory and two compute, 64
+rows each, after FlashAttention-3 (arXiv:2407.08608, sections 3.1 and 3.2): while a warpgroup does a
+block's softmax, its own product with the previous block's values is in flight, and the other
+warpgroup's products come between its turns. Key blocks go from the newest to the oldest, so that
+the blocks that need a mask come first.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.meta import AttentionMeta, AttentionSpec
+
+TILE = 128  # tokens of a tile: two warpgroups of 64
+WARPGROUP_ROWS = 64
+ALIGNMENT = 8  # tokens
+MASKED = -1e30  # finite, so that a row that sees nothing of a block makes no NaN
+LOG2_E = math.log2(math.e)
+SHARED_MEMORY_BYTES = 227 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the kernel cuts and orders its work.
+
+    block_kv: keys of a block. stages: blocks of keys, and of values, held in shared memory.
+    take_turns: the warpgroups alternate at the tensor core. overlap: a block's scores are computed
+    while the previous block's values are multiplied. num_blocks: of the grid, one a multiprocessor.
+    interpretable: weights go through shared memory and every product gets a fresh accumulator, as
+    Pallas's GPU interpreter needs; for tests.
+    """
+
+    block_kv: int = 128
+    stages: int = 2
+    take_turns: bool = True
+    overlap: bool = True
+    num_blocks: int = 132
+    interpretable: bool = False
+
+    def __post_init__(self):
+        if self.block_kv not in (64, 128):
+            raise ValueError(f"block_kv is {self.block_kv}; allowed: 64, 128")
+        if self.stages < 2:
+            raise ValueError(f"stages is {self.stages}; allowed: 2 or more")
+        if self.num_blocks < 1:
+            raise ValueError(f"num_blocks is {self.num_blocks}; allowed: 1 or more")
+
+    def shared_memory_bytes(self, head_dim: int) -> int:
+        """Of queries and outputs of a tile and the blocks of keys and values, barriers aside."""
+        weights = TILE * self.block_kv if self.interpretable else 0
+        return 2 * (2 * (TILE + self.stages * self.block_kv) * head_dim + weights)
+
+
+def default_config(spec: AttentionSpec) -> Config:
+    """Blocks of 128 keys, as many as fit, at most 4."""
+    block_kv = 128
+    stages = 4 if spec.head_dim == 64 else 2
+    return Config(block_kv=block_kv, stages=stages)
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    """Why the kernel can't do a case, or None where it can."""
+    if spec.head_dim not in (64, 128):
+        return f"head width {spec.head_dim} (64 and 128 work)"
+    if spec.kv_dtype not in ("bfloat16", "float16"):
+        return f"a {spec.kv_dtype} cache (bfloat16 and float16 work)"
+    if spec.page_size not in (8, 16, 32, 64, 128):
+        return f"page size {spec.page_size} (8, 16, 32, 64 and 128 work)"
+    return None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Tiles of a step, costliest first; the same for all layers.
+
+    Columns of `tiles`: row; first token (a multiple of 8); position of that token in the row,
+    negative where it is another row's; first and end of the tokens that are the row's own, counted
+    from the first token; the row's kv_len; two unused.
+    """
+
+    tiles: Int[Array, "tiles 8"]
+    num_tiles: Int[Array, "1"]
+
+
+def max_tiles(num_tokens: int, num_rows: int) -> int:
+    """The most tiles that a step can have: each row adds less than a tile and 7 tokens."""
+    rows = min(num_rows, num_tokens)
+    return (num_tokens + rows * (TILE - 1 + ALIGNMENT - 1)) // TILE
+
+
+def make_plan(meta: AttentionMeta, num_tokens: int, sliding_window: int | None = None) -> Plan:
+    """Cuts the rows with chunks into tiles."""
+    num_rows = len(meta.kv_lens)
+    start = meta.query_start[:-1]
+    length = meta.query_start[1:] - start
+    is_chunk = (jnp.arange(num_rows) >= meta.num_decode_rows) & (meta.kv_lens > 0)
+    skew = start % ALIGNMENT
+    count = jnp.where(is_chunk & (length > 0), (skew + length + TILE - 1) // TILE, 0)
+    ends = jnp.cumsum(count)
+
+    tile = jnp.arange(max_tiles(num_tokens, num_rows))
+    row = jnp.minimum(jnp.sum(tile[:, None] >= ends, axis=1), num_rows - 1)
+    offset = (tile - (ends - count)[row]) * TILE - skew[
+        row
+    ]  # in the row, of the tile's first token
+    first = jnp.maximum(-offset, 0)
+    end = jnp.minimum(length[row] - offset, TILE)
+    position = meta.kv_lens[row] - length[row] + offset
+    columns = [row, start[row] + offset, position, first, end, meta.kv_lens[row]]
+    columns += [jnp.zeros_like(row)] * 2
+
+    # Sorted by counting, which fuses, where a sort of so few is several kernels.
+    cost = position + end
+    if sliding_window is not None:
+        cost = jnp.minimum(cost, sliding_window + TILE)
+    cost = jnp.where(tile < ends[-1], cost, -1)
+    before = (cost[None] > cost[:, None]) | (
+        (cost[None] == cost[:, None]) & (tile[None] < tile[:, None])
+    )
+    rank = before.sum(axis=1)
+    order = jnp.sum(jnp.where(rank[None] == tile[:, None], tile[None], 0), axis=1)
+    tiles = jnp.stack(columns, axis=1).astype(jnp.int32)[order]
+    return Plan(tiles, ends[-1:].astype(jnp.int32))
+
+
+def attend_chunks(
+    q: Float[Array, "T N H"],
+    out: Float[Array, "T N H"],
+    kv_pages: Float[Array, "pages page_size 2*K H"],
+    meta: AttentionMeta,
+    *,
+    sm_scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    plan: Plan | None = None,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Float[Array, "T N H"]:
+    """Rows from `num_decode_rows` on, written over `out`, whose other tokens stay as they are.
+
+    plan: `make_plan` of the same step and window, where the caller shares it between layers.
+    interpret: a `plgpu.InterpretGPUParams`, with an `interpretable` config, to run on a CPU.
+    Raises NotImplementedError for a head width, cache dtype or page size that it can't do.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    _, page_size, num_kv_heads, _ = kv_pages.shape
+    num_kv_heads //= 2
+    spec = AttentionSpec(
+        kind="mixed",
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        kv_dtype=kv_pages.dtype.name,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks is not None,
+    )
+    if reason := unsupported(spec):
+        raise NotImplementedError(f"the GPU kernel for chunks can't do {reason}")
+    if q.dtype != kv_pages.dtype:
+        raise NotImplementedError(
+            f"the GPU kernel for chunks: q is {q.dtype}, the cache {spec.kv_dtype}"
+        )
+    if sm_scale <= 0:
+        raise ValueError(f"sm_scale is {sm_scale}; allowed: above 0")
+    config = config or default_config(spec)
+    if page_size > config.block_kv:
+        raise ValueError(f"block_kv is {config.block_kv}, less than a page of {page_size}")
+    if config.shared_memory_bytes(head_dim) > SHARED_MEMORY_BYTES - 1024:
+        raise ValueError(f"{config} needs more shared memory than a multiprocessor has")
+    if plan is None:
+        plan = make_plan(meta, num_tokens, sliding_window)
+    # A tile's copy is cut at the end of q, which has to lie at a multiple of 8 tokens. (The
+    # interpreter doesn't cut.)
+    padding = TILE if config.interpretable else -num_tokens % ALIGNMENT
+    if padding:
+        q = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
+
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, spec=spec, config=config, sm_scale=sm_scale),
+        out_type=(),
+        scratch_types=_scratch(spec, config, q.dtype),
+        grid=(config.num_blocks,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="warpgroup",
+        kernel_name="paged_prefill",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
+        ),
+    )
+    result = jax.new_ref(out)
+    operands = [] if sinks is None else [sinks.astype(jnp.float32)]
+    kernel(q, kv_pages, meta.page_table, plan.tiles, plan.num_tiles, *operands, result)
+    return result[...]
+
+
+def _scratch(spec: AttentionSpec, config: Config, dtype) -> dict[str, Any]:
+    """Shared memory, and barriers that order its use."""
+    layout = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    rows, width = WARPGROUP_ROWS, spec.head_dim
+    pages_per_block = config.block_kv // spec.page_size
+    block = (config.stages, config.block_kv, width)
+    full = plgpu.Barrier(num_arrivals=pages_per_block, num_barriers=config.stages)
+    free = plgpu.Barrier(num_arrivals=2, num_barriers=config.stages)
+    scratch = {
+        "q_smem": plgpu.SMEM((2, rows, width), dtype, transforms=layout),
+        "k_smem": plgpu.SMEM(block, dtype, transforms=layout),
+        "v_smem": plgpu.SMEM(block, dtype, transforms=layout),
+        "out_smem": plgpu.SMEM((2, rows, width), dtype),
+        "weights_smem": None,
+        "q_full": plgpu.Barrier(num_arrivals=2),
+        "q_free": plgpu.Barrier(num_arrivals=2),
+        "k_full": full,
+        "v_full": full,
+        "k_free": free,
+        "v_free": free,
+        "turn": plgpu.Barrier(num_barriers=2),  # whose products come next
+        "cleaned": plgpu.Barrier(num_arrivals=2),
+    }
+    if config.interpretable:
+        scratch["weights_smem"] = plgpu.SMEM((2, rows, config.block_kv), dtype, transforms=layout)
+    return scratch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Scalars of one tile, and which blocks of keys it goes through, newest first."""
+
+    row: Any
+    token: Any
+    position: Any
+    first: Any
+    end: Any
+    kv_len: Any
+    newest: Any  # block
+    steps: Any  # blocks
+    diagonal_end: Any  # first step whose block all of the tile's queries see whole
+    full_end: Any  # first step after those
+
+
+def _read_tile(tiles_ref, index, block_kv, window) -> _Tile:
+    row, token, position, first, end, kv_len = (tiles_ref[index, i] for i in range(6))
+    oldest_query, newest_query = position + first, position + end - 1
+    newest = _div(newest_query, block_kv)
+    oldest = jnp.int32(0)
+    oldest_full = jnp.int32(0)
+    if window is not None:
+        oldest = _div(jnp.maximum(oldest_query - (window - 1), 0), block_kv)
+        oldest_full = _div(jnp.maximum(newest_query - (window - 1), 0) + block_kv - 1, block_kv)
+    steps = newest - oldest + 1
+    diagonal_end = jnp.clip(newest + 1 - _div(oldest_query + 1, block_kv), 1, steps)
+    full_end = jnp.clip(newest + 1 - oldest_full, diagonal_end, steps)
+    return _Tile(row, token, position, first, end, kv_len, newest, steps, diagonal_end, full_end)
+
+
+def _kernel(
+    q_ref,
+    kv_ref,
+    page_table_ref,
+    tiles_ref,
+    num_tiles_ref,
+    *refs,
+    spec: AttentionSpec,
+    config: Config,
+    sm_scale: float,
+    q_smem,
+    k_smem,
+    v_smem,
+    out_smem,
+    weights_smem,
+    q_full,
+    q_free,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    turn,
+    cleaned,
+):
+    *sinks_ref, out_ref = refs
+    warpgroup = lax.axis_index("warpgroup")
+    block_kv, stages = config.block_kv, config.stages
+    page_size, width = spec.page_size, spec.head_dim
+    rows = WARPGROUP_ROWS
+    dtype = q_smem.dtype
+    window = spec.sliding_window
+
+    def each_item(do, state):
+        """state = do(tile, head, step at which it begins, state) for this block's items."""
+        num_items = num_tiles_ref[0] * spec.num_heads
+        block = lax.axis_index("block")
+        grid = config.num_blocks
+
+        def place(round_):
+            return jnp.where(lax.rem(round_, 2) == 0, block, grid - 1 - block)
+
+        rounds = _div(num_items, grid)
+        rounds += jnp.where(place(rounds) < lax.rem(num_items, jnp.int32(grid)), 1, 0)
+
+        def one(round_, carry):
+            begin, state = carry
+            item = round_ * grid + place(round_)
+            tile = _read_tile(tiles_ref, _div(item, spec.num_heads), block_kv, window)
+            state = do(tile, lax.rem(item, jnp.int32(spec.num_heads)), round_, begin, state)
+            return begin + tile.steps, state
+
+        return lax.fori_loop(0, rounds, one, (jnp.int32(0), state))
+
+    @pl.when(warpgroup == 2)
+    def _move():
+        plgpu.set_max_registers(40, action="decrease")
+        pages_per_block = block_kv // page_size
+
+        def item(tile, head, round_, begin, state):
+            pl.when(round_ > 0)(lambda: plgpu.barrier_wait(q_free))
+            for i in range(2):
+                token = pl.multiple_of(tile.token + i * rows, ALIGNMENT)
+                plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(token, rows), head], q_smem.at[i], q_full)
+            kv_head = _div(head, spec.group)
+            last_page = _div(tile.kv_len - 1, page_size)
+
+            def step(j, _):
+                slot = lax.rem(begin + j, jnp.int32(stages))
+                entry = (tile.newest - j) * pages_per_block
+                pages = [
+                    page_table_ref[tile.row, jnp.minimum(entry + i, last_page)]
+                    for i in range(pages_per_block)
+                ]
+
+                def copy(which, smem, full, free):
+                    pl.when(begin + j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                    for i, page in enumerate(pages):
+                        plgpu.copy_gmem_to_smem(
+                            kv_ref.at[page, :, 2 * kv_head + which],
+                            smem.at[slot, pl.ds(i * page_size, page_size)],
+                            full.at[slot],
+                        )
+
+                copy(0, k_smem, k_full, k_free)
+                copy(1, v_smem, v_full, v_free)
+                return ()
+
+            lax.fori_loop(0, tile.steps, step, ())
+            return state
+
+        steps, _ = each_item(item, ())
+
+        # All is over once everything has been given back (the interpreter insists on it).
+        pl.when(steps > 0)(lambda: plgpu.barrier_wait(q_free))
+
+        def last(step, _):
+            slot = lax.rem(step, jnp.int32(stages))
+            plgpu.barrier_wait(k_free.at[slot])
+            plgpu.barrier_wait(v_free.at[slot])
+            return ()
+
+        lax.fori_loop(jnp.maximum(steps - stages, 0), steps, last, ())
+
+    def compute(accumulator):
+        """accumulator: of a tile's output, or None where each product has one of its own."""
+
+        def product(*operands, accumulator=None, shape=None):
+            if accumulator is not None:
+                plgpu.wgmma(accumulator, *operands)
+                return None
+
+            def fresh(accumulator):
+                plgpu.wgmma(accumulator, *operands)
+                return accumulator[...]
+
+            return pl.run_scoped(fresh, plgpu.ACC(shape, jnp.float32))
+
+        my_q, my_out = q_smem.at[warpgroup], out_smem.at[warpgroup]
+        # Scores times `factor` are in units of log 2; with a cap, what the cap leaves of them.
+        factor = sm_scale * LOG2_E if spec.soft_cap is None else spec.soft_cap * LOG2_E
+
+        def take_turn():
+            if config.take_turns:
+                plgpu.barrier_wait(turn.at[warpgroup])
+
+        def end_turn():
+            if config.take_turns:
+                plgpu.barrier_arrive(turn.at[1 - warpgroup])
+
+        def slot_of(step):
+            return lax.rem(step, jnp.int32(stages))
+
+        def item(tile, head, round_, begin, state):
+            def weigh(scores, j, top, total, masked):
+                """(weights, new maximum and sum, what earlier sums are worth) of a block."""
+                if spec.soft_cap is not None:
+                    scores = jnp.tanh(scores * (sm_scale / spec.soft_cap))
+                if masked:
+                    query = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+                    query += tile.position + warpgroup * rows
+                    key = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+                    key += (tile.newest - j) * block_kv
+                    seen = key <= query
+                    if window is not None:
+                        seen &= key > query - window
+                    scores = jnp.where(seen, scores, MASKED)
+                new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+                keep = jnp.exp2(top - new_top)
+                weights = jnp.exp2(scores * factor - _across(new_top, scores.shape))
+                total = total * keep + weights.sum(axis=1)
+                return weights, new_top, total, keep
+
+            def left(weights):
+                weights = weights.astype(dtype)
+                if not config.interpretable:
+                    return weights
+                weights_smem[warpgroup] = weights
+                plgpu.commit_smem()
+                return ()
+
+            def operand(weights):
+                return weights_smem.at[warpgroup] if config.interpretable else weights
+
+            # The newest block: scores alone.
+            if sinks_ref:
+                top = jnp.full((rows,), sinks_ref[0][head] * LOG2_E, jnp.float32)
+                total = jnp.ones((rows,), jnp.float32)
+            else:
+                top = jnp.full((rows,), MASKED, jnp.float32)
+                total = jnp.zeros((rows,), jnp.float32)
+            slot = slot_of(begin)
+            plgpu.barrier_wait(q_full)
+            plgpu.barrier_wait(k_full.at[slot])
+            take_turn()
+
+            def first_scores(scores):
+                plgpu.wgmma(scores, my_q, k_smem.at[slot].transpose((1, 0)))
+                end_turn()
+                return scores[...]
+
+            scores = pl.run_scoped(first_scores, plgpu.ACC((rows, block_kv), jnp.float32))
+            plgpu.barrier_arrive(k_free.at[slot])
+            weights, top, total, _ = weigh(scores, 0, top, total, True)
+            weights = left(weights)
+            plgpu.barrier_wait(v_full.at[slot])
+
+            # Values past the row's end may be NaN, and 0 * NaN is NaN.
+            past = (tile.newest + 1) * block_kv > tile.kv_len
+
+            @pl.when(past)
+            def _clean():
+                for chunk in range(block_kv // rows):
+
+                    @pl.when(warpgroup == chunk % 2)
+                    def _(chunk=chunk):
+                        values = v_smem.at[slot, pl.ds(chunk * rows, rows)]
+                        key = lax.broadcasted_iota(jnp.int32, (rows, width), 0)
+                        key += tile.newest * block_kv + chunk * rows
+                        values[...] = jnp.where(
+                            key < tile.kv_len, values[...], jnp.zeros((), dtype)
+                        )
+
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(cleaned)
+                plgpu.barrier_wait(cleaned)
+
+            def step(j, carry, masked):
+                weights, top, total, out = carry
+                slot, previous = slot_of(begin + j), slot_of(begin + j - 1)
+                plgpu.barrier_wait(k_full.at[slot])
+                take_turn()
+                keys, values = k_smem.at[slot].transpose((1, 0)), v_smem.at[previous]
+
+                def products(scores):
+                    plgpu.wgmma(scores, my_q, keys)
+                    if accumulator is not None:
+                        plgpu.wgmma(accumulator, operand(weights), values)
+                    end_turn()
+                    return plgpu.wgmma_accumulator_load(scores, wait_n=1)
+
+                scores = pl.run_scoped(products, plgpu.ACC((rows, block_kv), jnp.float32))
+                if accumulator is None:
+                    out = out + product(operand(weights), values, shape=(rows, width))
+                plgpu.barrier_arrive(k_free.at[slot])
+                weights, top, total, keep = weigh(scores, j, top, total, masked)
+                weights, top, total, keep = lax.optimization_barrier((weights, top, total, keep))
+                plgpu.barrier_wait(v_full.at[slot])
+                keep = _across(keep, (rows, width))
+                if accumulator is None:
+                    out = out * keep
+                else:
+                    out_now = accumulator[...]  # waits for the product
+                    plgpu.barrier_arrive(v_free.at[previous])
+                    # Only now: the product reads its weights from the registers that these get.
+                    weights = lax.optimization_barrier(weights)
+                    accumulator[...] = out_now * keep
+                weights = left(weights)
+                return weights, top, total, out
+
+            if accumulator is None:
+                out = jnp.zeros((rows, width), jnp.float32)
+            else:
+                accumulator[...] = jnp.zeros((rows, width), jnp.float32)
+                out = ()
+            carry = (weights, top, total, out)
+            masked, plain = (functools.partial(step, masked=masked) for masked in (True, False))
+            carry = lax.fori_loop(1, tile.diagonal_end, masked, carry)
+            carry = lax.fori_loop(tile.diagonal_end, tile.full_end, plain, carry)
+            if window is not None:
+                carry = lax.fori_loop(tile.full_end, tile.steps, masked, carry)
+            weights, top, total, out = carry
+            plgpu.barrier_arrive(q_free)
+
+            # The oldest block: values alone.
+            slot = slot_of(begin + tile.steps - 1)
+            take_turn()
+            if accumulator is None:
+                out = out + product(operand(weights), v_smem.at[slot], shape=(rows, width))
+                end_turn()
+            else:
+                plgpu.wgmma(accumulator, operand(weights), v_smem.at[slot])
+                end_turn()
+                out = accumulator[...]
+            plgpu.barrier_arrive(v_free.at[slot])
+            out = out * _across(1 / total, out.shape)
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
+            my_out[...] = out.astype(dtype)
+            plgpu.commit_smem()
+            begin_row = jnp.clip(tile.first - warpgroup * rows, 0, rows)
+            end_row = jnp.clip(tile.end - warpgroup * rows, 0, rows)
+            count = end_row - begin_row
+
+            def store(row, count):
+                token = tile.token + warpgroup * rows + row
+                plgpu.copy_smem_to_gmem(
+                    my_out.at[pl.ds(row, count)], out_ref.at[pl.ds(token, count), head]
+                )
+
+            pl.when(count == rows)(lambda: store(0, rows))
+
+            @pl.when(count != rows)
+            def _store_some():
+                row = begin_row
+                for power in (32, 16, 8, 4, 2, 1):
+                    has = (count & power) != 0
+                    pl.when(has)(functools.partial(store, row, power))
+                    row += jnp.where(has, power, 0)
+
+            return state
+
+        each_item(item, ())
+        plgpu.wait_smem_to_gmem(0)
+        pl.when(warpgroup == 0)(take_turn)  # the one that warpgroup 1 granted last
+
+    @pl.when(warpgroup < 2)
+    def _compute():
+        plgpu.set_max_registers(232, action="increase")
+        if config.take_turns:
+            pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+        if config.interpretable:
+            compute(None)
+        else:
+            pl.run_scoped(compute, plgpu.ACC((rows, width), jnp.float32))
+
+
+def _div(a, b: int):
+    return lax.div(a, jnp.int32(b))
+
+
+def _across(column, shape):
+    return lax.broadcast_in_dim(column, shape, (0,))

@@ -1,0 +1,145 @@
+"""The GPU kernel in Pallas's GPU interpreter, which models copies, barriers and races."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention import AttentionSpec, gpu, paged_attention, reference, write_kv
+from pallas_kernels.paged_attention.cases import Case, make_inputs
+
+SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
+
+
+def check(case, config, races=False):
+    """Kernel against the reference, both on the same cache, whose unused part is NaN."""
+    q, k, v, kv_pages, meta, sinks = make_inputs(case, poison=True)
+    kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
+    options = {
+        "sm_scale": case.head_dim**-0.5,
+        "kind": case.kind,
+        "sliding_window": case.sliding_window,
+        "soft_cap": case.soft_cap,
+    }
+    expected = jax.jit(functools.partial(reference.attend, **options))(
+        q, kv_pages, meta, sinks=sinks
+    )
+    interpret = plgpu.InterpretGPUParams(detect_races=races)
+    kernel = functools.partial(gpu.attend, config=config, interpret=interpret, **options)
+    out = jax.jit(kernel)(q, kv_pages, meta, sinks=sinks)
+    if races:
+        assert not interpret_pallas_call.get_races().races_found
+    assert out.dtype == q.dtype
+    # Weights and outputs are rounded to 16 bits: 2**-8 of values up to about 3.
+    tolerance = 1.6e-2 if case.dtype == "bfloat16" else 3e-3
+    difference = np.abs(np.asarray(out, np.float64) - np.asarray(expected, np.float64))
+    assert difference.max() <= tolerance
+
+
+@pytest.mark.parametrize("window", [None, 1, 70])
+@pytest.mark.parametrize("workers", [1, 3, 20])
+def test_ragged_rows_over_few_and_many_workers(window, workers):
+    rows = tuple((1, n) for n in (300, 1, 64, 65))
+    case = Case("", rows, **SMALL, sliding_window=window, padding_rows=1)
+    check(case, gpu.Config(workers=workers, stages=2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size", "dtype"),
+    [
+        (16, 1, 64, 128, "bfloat16"),
+        (3, 3, 256, 8, "float16"),
+        (10, 2, 128, 32, "bfloat16"),
+        (2, 2, 64, 64, "float16"),
+    ],
+)
+def test_head_shapes_page_sizes_and_no_races(heads, kv_heads, head_dim, page_size, dtype):
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    case = Case("", ((1, 200), (1, 70)), **sizes, page_size=page_size)
+    check(case, gpu.Config(workers=3, stages=2, query_buffers=1), races=True)
+
+
+def test_soft_cap_and_sinks():
+    case = Case("", ((1, 130), (1, 20)), **SMALL, soft_cap=3.0, sinks=True)
+    check(case, gpu.Config(workers=4, stages=3))
+
+
+def test_mixed_step_sends_chunks_through_the_reference():
+    case = Case("", ((1, 130), (1, 20), (40, 90)), **SMALL, padding_rows=1, padding_tokens=3)
+    q, k, v, kv_pages, meta, _ = make_inputs(case)
+    call = functools.partial(paged_attention, sm_scale=0.1, kind="mixed")
+    expected, _ = call(q, k, v, kv_pages, meta)
+    out, _ = call(q, k, v, kv_pages, meta, impl="gpu", interpret=True)
+    np.testing.assert_allclose(np.float32(out), np.float32(expected), atol=1.6e-2)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    st.lists(st.one_of(st.just(0), st.integers(1, 3000)), min_size=1, max_size=12),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([None, 1, 100]),
+    st.sampled_from([1, 5, 132]),
+    st.sampled_from([3, 40]),
+)
+def test_plan_covers_every_block_once(lens, num_kv_heads, window, workers, max_parts):
+    config = gpu.Config(workers=workers, max_parts=max_parts)
+    plan = gpu.make_plan(jnp.asarray(lens, jnp.int32), num_kv_heads, window, config)
+    plan = jax.tree.map(np.asarray, plan)
+    done = []
+    slots = {}
+    for worker, (place, head, block, count, segments) in enumerate(plan.work):
+        for _ in range(segments):
+            length = plan.lens[place]
+            todo = min(-(-length // gpu.BLOCK) - block, count)
+            assert todo > 0
+            row = plan.rows[place]
+            done += [(row, head, block + i) for i in range(todo)]
+            slot = place * num_kv_heads + head + worker
+            slots.setdefault((row, head), []).append(slot)
+            count -= todo
+            head += 1
+            if head == num_kv_heads:
+                place, head = min(place + 1, len(lens) - 1), 0
+            block = plan.first_block[place]
+        assert count == 0
+    expected = [
+        (row, head, block)
+        for row, n in enumerate(lens)
+        for head in range(num_kv_heads)
+        for block in range(max(0, n - (window or n)) // gpu.BLOCK, -(-n // gpu.BLOCK))
+    ]
+    assert sorted(done) == expected
+    used = [slot for parts in slots.values() for slot in parts]
+    assert len(used) == len(set(used))
+    for row in range(len(lens)):
+        for head in range(num_kv_heads):
+            parts = slots.get((row, head), [])
+            assert plan.num_parts[row, head] == len(parts) <= max_parts
+            first = plan.first_slot[row, head]
+            assert not parts or parts == list(range(first, first + len(parts)))
+
+
+def test_unsupported_cases_are_named():
+    spec = AttentionSpec("decode", 32, 8, 128, 16, "bfloat16")
+    assert gpu.unsupported(spec) is None
+    for change, said in (
+        ({"head_dim": 96}, "head width 96"),
+        ({"num_heads": 136}, "17 queries a kv head"),
+        ({"kv_dtype": "float32"}, "a float32 cache"),
+        ({"page_size": 24}, "page size 24"),
+    ):
+        assert said in gpu.unsupported(dataclasses.replace(spec, **change))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_rows", [1, 64, 256])
+def test_default_config_fits_shared_memory(head_dim, num_rows):
+    spec = AttentionSpec("decode", 32, 8, head_dim, 16, "bfloat16")
+    assert gpu.default_config(spec, num_rows).shared_bytes(head_dim) <= gpu.SHARED_BYTES
