@@ -9,7 +9,7 @@ FIND_PYTHON = for p in python3.13 python3.12 \
 	         "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python3 2>/dev/null) python3; do \
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && echo "$$p" && break; done
 
-.PHONY: demo test lint format proto bench clean
+.PHONY: demo test test-aot format proto bench clean
 
 $(VENV)/.base: pyproject.toml
 	@python=$$($(FIND_PYTHON)); \
@@ -34,6 +34,15 @@ test: $(VENV)/.dev   ## lint, types and the default suite
 	@$(VENV)/bin/pyright
 	@$(PY) -m pytest
 
+# An environment of its own: where jax's CUDA plugin is installed, jax looks for a GPU at every start.
+$(VENV)-aot/.done: $(VENV)/.base
+	@[ -x $(VENV)-aot/bin/python ] || $(PY) -m venv $(VENV)-aot
+	@$(VENV)-aot/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,aot]'
+	@touch $@
+
+test-aot: $(VENV)-aot/.done   ## compile the real kernels and steps for H200s and TPUs
+	@$(VENV)-aot/bin/python -m pytest -m aot
+
 format: $(VENV)/.dev
 	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .
 
@@ -41,4 +50,4 @@ proto: $(VENV)/.dev   ## generate the gRPC classes from jaxserve.proto
 	@$(PY) -m jaxserve.entry.proto.generate
 
 clean:
-	rm -rf $(VENV) .cache *.egg-info
+	rm -rf $(VENV) $(VENV)-aot .cache *.egg-info

@@ -8,12 +8,18 @@ def choose(platform: str, device_kind: str, case: AttentionSpec) -> Implementati
     """The fastest implementation of paged attention that does `case` on this device.
 
     platform and device_kind are `jax.Device`'s (cpu, gpu or tpu; "NVIDIA H200", "TPU v5 lite").
-    case has one device's sizes. On a GPU it is the reference until the GPU kernel is measured.
+    case has one device's sizes.
     """
     if platform == "tpu":
         from pallas_kernels.paged_attention import tpu
 
         return "tpu" if tpu.unsupported(case) is None else "reference"
-    if platform in ("cpu", "gpu", "cuda"):
+    if platform in ("gpu", "cuda"):
+        from pallas_kernels.paged_attention import gpu
+
+        # wgmma and TMA as the kernel uses them are Hopper's
+        is_hopper = any(name in device_kind for name in ("H100", "H200", "H800", "GH200"))
+        return "gpu" if is_hopper and gpu.unsupported(case) is None else "reference"
+    if platform == "cpu":
         return "reference"
     raise ValueError(f"platform is {platform!r}; allowed: cpu, gpu, tpu (device: {device_kind!r})")

@@ -170,6 +170,10 @@ Stop = Annotated[
 ]
 
 
+# Named with `type`, because before Python 3.12.2 `Annotated[..., FailFast()]` can't stand in a union.
+type TokenIds = Annotated[list[int], FailFast()]
+
+
 class Body(pydantic.BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
@@ -201,9 +205,7 @@ class SamplingBody(Body):
     )
     min_tokens: int | None = Field(None, description="No end before this many tokens.")
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-text token.")
-    stop_token_ids: Annotated[list[int], FailFast()] | None = Field(
-        None, description="Generation ends at any of these."
-    )
+    stop_token_ids: TokenIds | None = Field(None, description="Generation ends at any of these.")
     # Known elsewhere, not supported yet.
     presence_penalty: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
     frequency_penalty: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
@@ -288,9 +290,12 @@ class TextPart(Body):
     text: str
 
 
+type TextParts = Annotated[list[TextPart], FailFast()]
+
+
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], FailFast()]
+    content: str | TextParts
     name: str | None = None
     refusal: only() = None  # pyright: ignore[reportInvalidTypeForm]
     audio: only() = None  # pyright: ignore[reportInvalidTypeForm]

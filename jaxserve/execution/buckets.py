@@ -77,7 +77,7 @@ class Buckets:
     def choose(
         cls, *, platform: str, max_num_seqs: int, max_batched_tokens: int, pages: int
     ) -> "Buckets":
-        """On a CPU a step costs what its padded tokens cost; but a shape takes seconds to compile."""
+        """On a CPU a step costs what its padded tokens cost, and a shape seconds to compile."""
         if platform == "cpu":
             sizes = [t for t in (16, 32, 64, 96, 128) if t < max_batched_tokens]
             sizes += ladder(256, max_batched_tokens) if max_batched_tokens > 256 else []

@@ -214,6 +214,10 @@ class Runner:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self._replicated)
 
     def _compile_step(self, shape: StepShape) -> None:
+        self._steps[shape] = self.lower_step(shape).compile()
+
+    def lower_step(self, shape: StepShape) -> jax.stages.Lowered:
+        """A step for the mesh's devices, which need not be here."""
         kv = tuple(
             self._array(self._kv_shape(self.num_pages), self._kv_dtype, self._kv_sharding)
             for _ in range(self.model.config.num_layers)
@@ -224,13 +228,12 @@ class Runner:
             donate_argnums=1,
             out_shardings=(self._replicated, self._kv_sharding),
         )
-        lowered = jitted.lower(
+        return jitted.lower(
             tuple(self.model.abstract.values()),
             kv,
             self._array((self.buckets.max_num_seqs,), jnp.int32),
             self._array((step.packed_size(shape),), jnp.int32),
         )
-        self._steps[shape] = lowered.compile()
 
     def _compile_sample(self, shape: SampleShape) -> None:
         vocab_size = self.model.config.vocab_size

@@ -1,8 +1,9 @@
-"""One step's inputs: packed by the host into one i32 buffer, taken apart again inside the compiled
-step.
+"""One step's inputs: packed by the host into one i32 buffer, taken apart inside the compiled step.
 
-    packed:  token_ids[T] | query_start[S+1] | kv_lens[S] | slots[S] | num_decode_rows |
-    page_table[S*P]
+    token_ids[T] | query_start[S+1] | kv_lens[S] | slots[S] | num_decode_rows[1] | page_table[S*P]
+
+Each part starts at a multiple of 256 bytes: XLA hands parts to kernels where they lie, and a Mosaic
+GPU kernel takes no pointer of lesser alignment.
 
 A token id of -1 stands for the token that the last step sampled for that sequence, which only the
 device knows yet. Positions and cache slots follow from the rest on the device. Padding rows have
@@ -19,10 +20,29 @@ from jaxserve.types import Request
 from pallas_kernels.paged_attention.api import AttentionMeta
 
 TOKEN_ON_DEVICE = -1
+ALIGNMENT = 64
+"""Of parts, in i32s."""
+
+
+def layout(shape: StepShape) -> dict[str, slice]:
+    """Where each part of a packed buffer lies."""
+    sizes = {
+        "token_ids": shape.tokens,
+        "query_start": shape.seqs + 1,
+        "kv_lens": shape.seqs,
+        "slots": shape.seqs,
+        "num_decode_rows": 1,
+        "page_table": shape.seqs * shape.pages,
+    }
+    parts, start = {}, 0
+    for name, size in sizes.items():
+        parts[name] = slice(start, start + size)
+        start += -(-size // ALIGNMENT) * ALIGNMENT
+    return parts
 
 
 def packed_size(shape: StepShape) -> int:
-    return shape.tokens + 3 * shape.seqs + 2 + shape.seqs * shape.pages
+    return layout(shape)["page_table"].stop
 
 
 SAMPLE_FIELDS = (
@@ -39,8 +59,10 @@ SAMPLE_FIELDS = (
 
 
 class Packer:
-    """Fills the buffers of steps. What stays the same between steps is kept by slot: page-table
-    rows, sampling options."""
+    """Fills the buffers of steps.
+
+    What stays the same between steps is kept by slot: page-table rows, sampling options.
+    """
 
     def __init__(self, max_num_seqs: int, pages: int):
         self._page_table = np.zeros((max_num_seqs, pages), np.int32)
@@ -53,39 +75,31 @@ class Packer:
 
     def pack(self, batch: Batch, shape: StepShape) -> np.ndarray:
         """The batch as one buffer, i32[packed_size(shape)], rows in the batch's order."""
-        rows = batch.rows
+        rows, parts = batch.rows, layout(shape)
         packed = np.zeros(packed_size(shape), np.int32)
-        T, S, n = shape.tokens, shape.seqs, len(rows)
-        if shape.kind == "decode":
-            packed[:n] = [
-                TOKEN_ON_DEVICE if row.token_pending else row.sequence.token_ids[row.start]
-                for row in rows
-            ]
-            query_start = np.minimum(np.arange(S + 1), n)
-        else:
-            ids: list[int] = []
-            for row in rows:
+        S, n = shape.seqs, len(rows)
+        ids: list[int] = []
+        for row in rows:
+            if row.num_tokens > 1:
                 ids += row.sequence.token_ids[row.start : row.start + row.num_tokens]
                 if row.token_pending:
                     ids.append(TOKEN_ON_DEVICE)
-            packed[: len(ids)] = ids
-            query_start = np.full(S + 1, len(ids), np.int32)
-            query_start[0] = 0
-            query_start[1 : n + 1] = np.cumsum([row.num_tokens for row in rows])
-        at = T
-        packed[at : at + S + 1] = query_start
-        at += S + 1
-        packed[at : at + n] = [row.start + row.num_tokens for row in rows]
-        at += S
+            else:
+                ids.append(
+                    TOKEN_ON_DEVICE if row.token_pending else row.sequence.token_ids[row.start]
+                )
+        packed[: len(ids)] = ids
+        query_start = packed[parts["query_start"]]
+        query_start[1 : n + 1] = np.cumsum([row.num_tokens for row in rows])
+        query_start[n + 1 :] = len(ids)
+        packed[parts["kv_lens"]][:n] = [row.start + row.num_tokens for row in rows]
         slots = [row.slot for row in rows]
-        packed[at : at + n] = slots
-        at += S
-        packed[at] = batch.num_decode_rows
-        at += 1
+        packed[parts["slots"]][:n] = slots
+        packed[parts["num_decode_rows"]] = batch.num_decode_rows
         for update in batch.page_updates:
             last = update.first + len(update.pages)
             self._page_table[update.slot, update.first : last] = update.pages
-        packed[at:].reshape(S, shape.pages)[:n] = self._page_table[slots]
+        packed[parts["page_table"]].reshape(S, shape.pages)[:n] = self._page_table[slots]
         return packed
 
     def pack_sampling(
@@ -156,11 +170,11 @@ def unpack(
 ) -> tuple[jax.Array, jax.Array, AttentionMeta, jax.Array]:
     """-> token_ids i32[T], positions i32[T], attention's meta, logit_rows i32[S]: each row's last
     token."""
-    T, S, P = shape.tokens, shape.seqs, shape.pages
-    token_ids, query_start, kv_lens, slots, num_decode_rows, page_table = jnp.split(
-        packed, np.cumsum([T, S + 1, S, S, 1])
+    T, S = shape.tokens, shape.seqs
+    token_ids, query_start, kv_lens, slots, num_decode_rows, page_table = (
+        packed[part] for part in layout(shape).values()
     )
-    page_table = page_table.reshape(S, P)
+    page_table = page_table.reshape(S, shape.pages)
     token = jnp.arange(T, dtype=jnp.int32)
     if shape.kind == "decode":
         seq = token

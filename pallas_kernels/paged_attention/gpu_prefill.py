@@ -38,7 +38,8 @@ from pallas_kernels.paged_attention.meta import AttentionMeta, AttentionSpec
 TILE = 128  # tokens of a tile: two warpgroups of 64
 WARPGROUP_ROWS = 64
 ALIGNMENT = 8  # tokens
-MASKED = -1e30  # finite, so that a row that sees nothing of a block makes no NaN
+LEAST = -1e20  # where maxima start: above -inf, so that a row that sees nothing yet makes no NaN
+PAGES_AT_ONCE = 4  # looked up; the warpgroup that copies has few registers
 LOG2_E = math.log2(math.e)
 SHARED_MEMORY_BYTES = 227 * 1024
 
@@ -237,14 +238,16 @@ def _scratch(spec: AttentionSpec, config: Config, dtype) -> dict[str, Any]:
         "v_smem": plgpu.SMEM(block, dtype, transforms=layout),
         "out_smem": plgpu.SMEM((2, rows, width), dtype),
         "weights_smem": None,
-        "q_full": plgpu.Barrier(num_arrivals=2),
-        "q_free": plgpu.Barrier(num_arrivals=2),
+        # Pairs, of items in turn, only because the address of a barrier that stands alone is kept
+        # in a register.
+        "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "q_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "cleaned": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "k_full": full,
         "v_full": full,
         "k_free": free,
         "v_free": free,
         "turn": plgpu.Barrier(num_barriers=2),  # whose products come next
-        "cleaned": plgpu.Barrier(num_arrivals=2),
     }
     if config.interpretable:
         scratch["weights_smem"] = plgpu.SMEM((2, rows, config.block_kv), dtype, transforms=layout)
@@ -255,11 +258,10 @@ def _scratch(spec: AttentionSpec, config: Config, dtype) -> dict[str, Any]:
 class _Tile:
     """Scalars of one tile, and which blocks of keys it goes through, newest first."""
 
+    ref: Any  # of its line of the plan
     row: Any
     token: Any
     position: Any
-    first: Any
-    end: Any
     kv_len: Any
     newest: Any  # block
     steps: Any  # blocks
@@ -267,19 +269,19 @@ class _Tile:
     full_end: Any  # first step after those
 
 
-def _read_tile(tiles_ref, index, block_kv, window) -> _Tile:
-    row, token, position, first, end, kv_len = (tiles_ref[index, i] for i in range(6))
+def _read_tile(ref, block_kv, window) -> _Tile:
+    row, token, position, first, end, kv_len = (ref[i] for i in range(6))
     oldest_query, newest_query = position + first, position + end - 1
     newest = _div(newest_query, block_kv)
     oldest = jnp.int32(0)
-    oldest_full = jnp.int32(0)
     if window is not None:
         oldest = _div(jnp.maximum(oldest_query - (window - 1), 0), block_kv)
-        oldest_full = _div(jnp.maximum(newest_query - (window - 1), 0) + block_kv - 1, block_kv)
-    steps = newest - oldest + 1
+    full_end = steps = newest - oldest + 1
     diagonal_end = jnp.clip(newest + 1 - _div(oldest_query + 1, block_kv), 1, steps)
-    full_end = jnp.clip(newest + 1 - oldest_full, diagonal_end, steps)
-    return _Tile(row, token, position, first, end, kv_len, newest, steps, diagonal_end, full_end)
+    if window is not None:
+        oldest_full = _div(jnp.maximum(newest_query - (window - 1), 0) + block_kv - 1, block_kv)
+        full_end = jnp.clip(newest + 1 - oldest_full, diagonal_end, steps)
+    return _Tile(ref, row, token, position, kv_len, newest, steps, diagonal_end, full_end)
 
 
 def _kernel(
@@ -299,12 +301,12 @@ def _kernel(
     weights_smem,
     q_full,
     q_free,
+    cleaned,
     k_full,
     v_full,
     k_free,
     v_free,
     turn,
-    cleaned,
 ):
     *sinks_ref, out_ref = refs
     warpgroup = lax.axis_index("warpgroup")
@@ -314,8 +316,8 @@ def _kernel(
     dtype = q_smem.dtype
     window = spec.sliding_window
 
-    def each_item(do, state):
-        """state = do(tile, head, step at which it begins, state) for this block's items."""
+    def each_item(do):
+        """do(tile, head, round, step at which it begins) for this block's items; rounds, steps."""
         num_items = num_tiles_ref[0] * spec.num_heads
         block = lax.axis_index("block")
         grid = config.num_blocks
@@ -326,39 +328,42 @@ def _kernel(
         rounds = _div(num_items, grid)
         rounds += jnp.where(place(rounds) < lax.rem(num_items, jnp.int32(grid)), 1, 0)
 
-        def one(round_, carry):
-            begin, state = carry
+        def one(round_, begin):
             item = round_ * grid + place(round_)
-            tile = _read_tile(tiles_ref, _div(item, spec.num_heads), block_kv, window)
-            state = do(tile, lax.rem(item, jnp.int32(spec.num_heads)), round_, begin, state)
-            return begin + tile.steps, state
+            tile = _read_tile(tiles_ref.at[_div(item, spec.num_heads)], block_kv, window)
+            do(tile, lax.rem(item, jnp.int32(spec.num_heads)), round_, begin)
+            return begin + tile.steps
 
-        return lax.fori_loop(0, rounds, one, (jnp.int32(0), state))
+        return rounds, lax.fori_loop(0, rounds, one, jnp.int32(0))
 
     @pl.when(warpgroup == 2)
     def _move():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(32, action="decrease")
         pages_per_block = block_kv // page_size
 
-        def item(tile, head, round_, begin, state):
-            pl.when(round_ > 0)(lambda: plgpu.barrier_wait(q_free))
+        def item(tile, head, round_, begin):
+            pl.when(round_ > 0)(lambda: plgpu.barrier_wait(q_free.at[lax.rem(round_ - 1, 2)]))
             for i in range(2):
                 token = pl.multiple_of(tile.token + i * rows, ALIGNMENT)
-                plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(token, rows), head], q_smem.at[i], q_full)
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[pl.ds(token, rows), head], q_smem.at[i], q_full.at[lax.rem(round_, 2)]
+                )
             kv_head = _div(head, spec.group)
             last_page = _div(tile.kv_len - 1, page_size)
 
             def step(j, _):
                 slot = lax.rem(begin + j, jnp.int32(stages))
                 entry = (tile.newest - j) * pages_per_block
-                pages = [
-                    page_table_ref[tile.row, jnp.minimum(entry + i, last_page)]
-                    for i in range(pages_per_block)
-                ]
 
                 def copy(which, smem, full, free):
                     pl.when(begin + j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    for i, page in enumerate(pages):
+                    for i in range(pages_per_block):
+                        if i % PAGES_AT_ONCE == 0:
+                            pages = [
+                                page_table_ref[tile.row, jnp.minimum(entry + i + j, last_page)]
+                                for j in range(min(PAGES_AT_ONCE, pages_per_block))
+                            ]
+                        page = pages[i % PAGES_AT_ONCE]
                         plgpu.copy_gmem_to_smem(
                             kv_ref.at[page, :, 2 * kv_head + which],
                             smem.at[slot, pl.ds(i * page_size, page_size)],
@@ -370,12 +375,11 @@ def _kernel(
                 return ()
 
             lax.fori_loop(0, tile.steps, step, ())
-            return state
 
-        steps, _ = each_item(item, ())
+        rounds, steps = each_item(item)
 
-        # All is over once everything has been given back (the interpreter insists on it).
-        pl.when(steps > 0)(lambda: plgpu.barrier_wait(q_free))
+        # All is over once everything has been given back.
+        pl.when(rounds > 0)(lambda: plgpu.barrier_wait(q_free.at[lax.rem(rounds - 1, 2)]))
 
         def last(step, _):
             slot = lax.rem(step, jnp.int32(stages))
@@ -387,18 +391,6 @@ def _kernel(
 
     def compute(accumulator):
         """accumulator: of a tile's output, or None where each product has one of its own."""
-
-        def product(*operands, accumulator=None, shape=None):
-            if accumulator is not None:
-                plgpu.wgmma(accumulator, *operands)
-                return None
-
-            def fresh(accumulator):
-                plgpu.wgmma(accumulator, *operands)
-                return accumulator[...]
-
-            return pl.run_scoped(fresh, plgpu.ACC(shape, jnp.float32))
-
         my_q, my_out = q_smem.at[warpgroup], out_smem.at[warpgroup]
         # Scores times `factor` are in units of log 2; with a cap, what the cap leaves of them.
         factor = sm_scale * LOG2_E if spec.soft_cap is None else spec.soft_cap * LOG2_E
@@ -414,174 +406,213 @@ def _kernel(
         def slot_of(step):
             return lax.rem(step, jnp.int32(stages))
 
-        def item(tile, head, round_, begin, state):
-            def weigh(scores, j, top, total, masked):
+        def scores_of(slot, meanwhile=None):
+            """Queries times keys of a slot. meanwhile: starts a product that goes on after."""
+
+            def product(scores):
+                plgpu.wgmma(scores, my_q, k_smem.at[slot].transpose((1, 0)))
+                if meanwhile is not None:
+                    meanwhile()
+                end_turn()
+                return plgpu.wgmma_accumulator_load(scores, wait_n=0 if meanwhile is None else 1)
+
+            plgpu.barrier_wait(k_full.at[slot])
+            take_turn()
+            scores = pl.run_scoped(product, plgpu.ACC((rows, block_kv), jnp.float32))
+            plgpu.barrier_arrive(k_free.at[slot])
+            return scores
+
+        def operand(weights):
+            """Rounded, in registers or, for the interpreter, in shared memory."""
+            weights = weights.astype(dtype)
+            if not config.interpretable:
+                return weights
+            weights_smem[warpgroup] = weights
+            plgpu.commit_smem()
+            return ()
+
+        def add_values(weights, slot, out):
+            """Starts adding weights times values of a slot to the accumulator; or to `out`."""
+            values = v_smem.at[slot]
+            if not config.interpretable:
+                plgpu.wgmma(accumulator, weights, values)
+                return out
+
+            def product(fresh):
+                plgpu.wgmma(fresh, weights_smem.at[warpgroup], values)
+                return fresh[...]
+
+            return out + pl.run_scoped(product, plgpu.ACC((rows, width), jnp.float32))
+
+        def item(tile, head, round_, begin):
+            parity = lax.rem(round_, jnp.int32(2))
+
+            def weigh(scores, step, top, total, masked):
                 """(weights, new maximum and sum, what earlier sums are worth) of a block."""
                 if spec.soft_cap is not None:
                     scores = jnp.tanh(scores * (sm_scale / spec.soft_cap))
                 if masked:
-                    query = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-                    query += tile.position + warpgroup * rows
-                    key = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-                    key += (tile.newest - j) * block_kv
-                    seen = key <= query
+                    first_key = (tile.newest + begin - step) * block_kv
+                    age = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+                    age += tile.position + warpgroup * rows - first_key
+                    age -= lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+                    seen = age >= 0
                     if window is not None:
-                        seen &= key > query - window
-                    scores = jnp.where(seen, scores, MASKED)
+                        seen &= age < window
+                    scores = jnp.where(seen, scores, -jnp.inf)
                 new_top = jnp.maximum(top, scores.max(axis=1) * factor)
                 keep = jnp.exp2(top - new_top)
                 weights = jnp.exp2(scores * factor - _across(new_top, scores.shape))
                 total = total * keep + weights.sum(axis=1)
                 return weights, new_top, total, keep
 
-            def left(weights):
-                weights = weights.astype(dtype)
-                if not config.interpretable:
-                    return weights
-                weights_smem[warpgroup] = weights
-                plgpu.commit_smem()
-                return ()
+            def clean(slot):
+                """Values past the row's end may be NaN, and 0 * NaN is NaN: makes them zeros."""
 
-            def operand(weights):
-                return weights_smem.at[warpgroup] if config.interpretable else weights
+                @pl.when((tile.newest + 1) * block_kv > tile.kv_len)
+                def _clean():
+                    for chunk in range(block_kv // rows):
 
-            # The newest block: scores alone.
-            if sinks_ref:
-                top = jnp.full((rows,), sinks_ref[0][head] * LOG2_E, jnp.float32)
-                total = jnp.ones((rows,), jnp.float32)
-            else:
-                top = jnp.full((rows,), MASKED, jnp.float32)
-                total = jnp.zeros((rows,), jnp.float32)
-            slot = slot_of(begin)
-            plgpu.barrier_wait(q_full)
-            plgpu.barrier_wait(k_full.at[slot])
-            take_turn()
+                        @pl.when(warpgroup == chunk % 2)
+                        def _(chunk=chunk):
+                            values = v_smem.at[slot, pl.ds(chunk * rows, rows)]
+                            key = lax.broadcasted_iota(jnp.int32, (rows, width), 0)
+                            key += tile.newest * block_kv + chunk * rows
+                            zero = jnp.zeros((), dtype)
+                            values[...] = jnp.where(key < tile.kv_len, values[...], zero)
 
-            def first_scores(scores):
-                plgpu.wgmma(scores, my_q, k_smem.at[slot].transpose((1, 0)))
-                end_turn()
-                return scores[...]
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(cleaned.at[parity])
+                    plgpu.barrier_wait(cleaned.at[parity])
 
-            scores = pl.run_scoped(first_scores, plgpu.ACC((rows, block_kv), jnp.float32))
-            plgpu.barrier_arrive(k_free.at[slot])
-            weights, top, total, _ = weigh(scores, 0, top, total, True)
-            weights = left(weights)
-            plgpu.barrier_wait(v_full.at[slot])
-
-            # Values past the row's end may be NaN, and 0 * NaN is NaN.
-            past = (tile.newest + 1) * block_kv > tile.kv_len
-
-            @pl.when(past)
-            def _clean():
-                for chunk in range(block_kv // rows):
-
-                    @pl.when(warpgroup == chunk % 2)
-                    def _(chunk=chunk):
-                        values = v_smem.at[slot, pl.ds(chunk * rows, rows)]
-                        key = lax.broadcasted_iota(jnp.int32, (rows, width), 0)
-                        key += tile.newest * block_kv + chunk * rows
-                        values[...] = jnp.where(
-                            key < tile.kv_len, values[...], jnp.zeros((), dtype)
-                        )
-
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(cleaned)
-                plgpu.barrier_wait(cleaned)
-
-            def step(j, carry, masked):
+            def block_overlapped(step, carry, masked):
+                """Scores and softmax of a block while the previous block's values are added."""
                 weights, top, total, out = carry
-                slot, previous = slot_of(begin + j), slot_of(begin + j - 1)
-                plgpu.barrier_wait(k_full.at[slot])
-                take_turn()
-                keys, values = k_smem.at[slot].transpose((1, 0)), v_smem.at[previous]
-
-                def products(scores):
-                    plgpu.wgmma(scores, my_q, keys)
-                    if accumulator is not None:
-                        plgpu.wgmma(accumulator, operand(weights), values)
-                    end_turn()
-                    return plgpu.wgmma_accumulator_load(scores, wait_n=1)
-
-                scores = pl.run_scoped(products, plgpu.ACC((rows, block_kv), jnp.float32))
-                if accumulator is None:
-                    out = out + product(operand(weights), values, shape=(rows, width))
-                plgpu.barrier_arrive(k_free.at[slot])
-                weights, top, total, keep = weigh(scores, j, top, total, masked)
-                weights, top, total, keep = lax.optimization_barrier((weights, top, total, keep))
+                slot, previous = slot_of(step), slot_of(step - 1)
+                if config.interpretable:
+                    scores = scores_of(slot)
+                    out = add_values(weights, previous, out)
+                else:
+                    scores = scores_of(slot, lambda: add_values(weights, previous, out))
+                found = weigh(scores, step, top, total, masked)
+                weights, top, total, keep = lax.optimization_barrier(found)
                 plgpu.barrier_wait(v_full.at[slot])
                 keep = _across(keep, (rows, width))
-                if accumulator is None:
+                if config.interpretable:
                     out = out * keep
+                    plgpu.barrier_arrive(v_free.at[previous])
                 else:
-                    out_now = accumulator[...]  # waits for the product
+                    so_far = accumulator[...]  # waits for the product
                     plgpu.barrier_arrive(v_free.at[previous])
                     # Only now: the product reads its weights from the registers that these get.
                     weights = lax.optimization_barrier(weights)
-                    accumulator[...] = out_now * keep
-                weights = left(weights)
-                return weights, top, total, out
+                    accumulator[...] = so_far * keep
+                return operand(weights), top, total, out
 
-            if accumulator is None:
-                out = jnp.zeros((rows, width), jnp.float32)
+            def block_alone(step, carry, masked, newest=False):
+                """Scores, softmax and values of a block, one after the other."""
+                _, top, total, out = carry
+                slot = slot_of(step)
+                scores = scores_of(slot)
+                found = weigh(scores, step, top, total, masked)
+                weights, top, total, keep = lax.optimization_barrier(found)
+                plgpu.barrier_wait(v_full.at[slot])
+                if newest:
+                    clean(slot)
+                keep = _across(keep, (rows, width))
+                if config.interpretable:
+                    out = out * keep
+                else:
+                    accumulator[...] = accumulator[...] * keep
+                weights = operand(weights)
+                take_turn()
+                out = add_values(weights, slot, out)
+                end_turn()
+                if not config.interpretable:
+                    plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(v_free.at[slot])
+                return (), top, total, out
+
+            if sinks_ref:  # as one more key, seen first, without a value
+                top = jnp.full((rows,), sinks_ref[0][head] * LOG2_E, jnp.float32)
+                total = jnp.ones((rows,), jnp.float32)
             else:
-                accumulator[...] = jnp.zeros((rows, width), jnp.float32)
+                top = jnp.full((rows,), LEAST, jnp.float32)
+                total = jnp.zeros((rows,), jnp.float32)
+            out = jnp.zeros((rows, width), jnp.float32)
+            if not config.interpretable:
+                accumulator[...] = out
                 out = ()
-            carry = (weights, top, total, out)
-            masked, plain = (functools.partial(step, masked=masked) for masked in (True, False))
-            carry = lax.fori_loop(1, tile.diagonal_end, masked, carry)
-            carry = lax.fori_loop(tile.diagonal_end, tile.full_end, plain, carry)
-            if window is not None:
-                carry = lax.fori_loop(tile.full_end, tile.steps, masked, carry)
-            weights, top, total, out = carry
-            plgpu.barrier_arrive(q_free)
 
-            # The oldest block: values alone.
-            slot = slot_of(begin + tile.steps - 1)
-            take_turn()
-            if accumulator is None:
-                out = out + product(operand(weights), v_smem.at[slot], shape=(rows, width))
-                end_turn()
+            plgpu.barrier_wait(q_full.at[parity])
+            if config.overlap:
+                slot = slot_of(begin)
+                found = weigh(scores_of(slot), begin, top, total, masked=True)
+                weights, top, total, _ = found
+                carry = (operand(weights), top, total, out)
+                plgpu.barrier_wait(v_full.at[slot])
+                clean(slot)
+                block = block_overlapped
             else:
-                plgpu.wgmma(accumulator, operand(weights), v_smem.at[slot])
+                carry = block_alone(begin, ((), top, total, out), masked=True, newest=True)
+                block = block_alone
+            masked, plain = (functools.partial(block, masked=masked) for masked in (True, False))
+            diagonal_end, full_end = begin + tile.diagonal_end, begin + tile.full_end
+            carry = lax.fori_loop(begin + 1, diagonal_end, masked, carry)
+            carry = lax.fori_loop(diagonal_end, full_end, plain, carry)
+            if window is not None:
+                carry = lax.fori_loop(full_end, begin + tile.steps, masked, carry)
+            weights, _, total, out = carry
+            plgpu.barrier_arrive(q_free.at[parity])
+
+            # Read again, rather than kept in registers for so long.
+            first_token, first, end = (tile.ref[i] for i in (1, 3, 4))
+            first_token += warpgroup * rows
+            first_row = jnp.clip(first - warpgroup * rows, 0, rows)
+            count = jnp.clip(end - warpgroup * rows, 0, rows) - first_row
+
+            if config.overlap:
+                slot = slot_of(begin + tile.steps - 1)
+                take_turn()
+                out = add_values(weights, slot, out)
                 end_turn()
+                if not config.interpretable:
+                    out = accumulator[...]
+                plgpu.barrier_arrive(v_free.at[slot])
+            elif not config.interpretable:
                 out = accumulator[...]
-            plgpu.barrier_arrive(v_free.at[slot])
             out = out * _across(1 / total, out.shape)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
             my_out[...] = out.astype(dtype)
             plgpu.commit_smem()
-            begin_row = jnp.clip(tile.first - warpgroup * rows, 0, rows)
-            end_row = jnp.clip(tile.end - warpgroup * rows, 0, rows)
-            count = end_row - begin_row
 
             def store(row, count):
-                token = tile.token + warpgroup * rows + row
                 plgpu.copy_smem_to_gmem(
-                    my_out.at[pl.ds(row, count)], out_ref.at[pl.ds(token, count), head]
+                    my_out.at[pl.ds(row, count)],
+                    out_ref.at[pl.ds(first_token + row, count), head],
                 )
 
             pl.when(count == rows)(lambda: store(0, rows))
 
             @pl.when(count != rows)
             def _store_some():
-                row = begin_row
+                row = first_row
                 for power in (32, 16, 8, 4, 2, 1):
                     has = (count & power) != 0
                     pl.when(has)(functools.partial(store, row, power))
                     row += jnp.where(has, power, 0)
 
-            return state
-
-        each_item(item, ())
+        each_item(item)
         plgpu.wait_smem_to_gmem(0)
-        pl.when(warpgroup == 0)(take_turn)  # the one that warpgroup 1 granted last
+        if config.interpretable and config.take_turns:  # it insists that every arrival is seen
+            pl.when(warpgroup == 0)(take_turn)
 
     @pl.when(warpgroup < 2)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         if config.take_turns:
-            pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+            plgpu.barrier_arrive(turn.at[1 - warpgroup], predicate=warpgroup == 1)
         if config.interpretable:
             compute(None)
         else:

@@ -311,7 +311,7 @@ def test_tpu_kernel_names_what_it_cannot_do():
 def test_dispatch_is_explicit():
     spec = AttentionSpec("decode", 32, 8, 128, 16, "bfloat16")
     assert choose("cpu", "cpu", spec) == "reference"
-    assert choose("gpu", "NVIDIA H200", spec) == "reference"
+    assert choose("gpu", "NVIDIA H200", spec) == "gpu"
     assert choose("tpu", "TPU v6 lite", spec) == "tpu"
     assert choose("tpu", "TPU v6 lite", dataclasses.replace(spec, head_dim=64)) == "reference"
     with pytest.raises(ValueError, match="platform is 'metal'"):

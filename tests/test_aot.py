@@ -1,10 +1,10 @@
-"""The real compilers' answer, without their devices: an H200's where jax's CUDA plugin is
-installed, a TPU's where libtpu is. tests/fixtures/h200.txtpb describes the card; it is
+"""The real compilers' answer, without their devices: an H200's by jax's CUDA plugin, a TPU's by
+libtpu; `make test-aot` installs both. tests/fixtures/h200.txtpb describes the card; it is
 `client.get_topology_for_devices(jax.devices()).target_config`, read on one.
 """
 
 import functools
-import importlib.util
+import json
 import pathlib
 
 import jax
@@ -14,17 +14,28 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.config import MeshConfig
+from jaxserve.execution.buckets import Buckets, StepShape
+from jaxserve.execution.runner import Runner
+from jaxserve.models import registry
 from pallas_kernels.paged_attention import AttentionMeta, paged_attention
+from sharding.mesh import make_mesh
 
-H200 = pathlib.Path(__file__).parents[1] / "fixtures" / "h200.txtpb"
+LLAMA_8B = (
+    pathlib.Path(__file__).parent.parent / "bench" / "models" / "llama-3.1-8b" / "config.json"
+)
+H200 = pathlib.Path(__file__).parent / "fixtures" / "h200.txtpb"
 LAYERS = 2
 
-needs_cuda = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="jax's CUDA plugin not installed"
-)
-needs_tpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu not installed"
-)
+pytestmark = pytest.mark.aot
+
+
+@pytest.fixture(autouse=True)
+def no_compile_cache():
+    """What was compiled for a device that isn't here can't be read back."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
 
 
 def compile_decode(device, impl, heads, kv_heads, head_dim, page_size, dtype, **options):
@@ -62,14 +73,17 @@ def check_memory(compiled, cache_bytes):
     assert memory.temp_size_in_bytes < cache_bytes // 8
 
 
-def h200():
+def h200(num_devices=1):
+    """Devices of one host with that many H200s."""
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="h200", target_config=H200.read_text(), topology="1x1x1"
+        platform="cuda",
+        topology_name="h200",
+        target_config=H200.read_text(),
+        topology=f"1x1x{num_devices}",
     )
-    return topology.devices[0]
+    return topology.devices
 
 
-@needs_cuda
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size", "dtype", "options"),
     [
@@ -86,7 +100,7 @@ def test_h200_kernel_spills_nothing_and_copies_no_cache(
 ):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     compiled, cache_bytes = compile_decode(
-        h200(), "gpu", heads, kv_heads, head_dim, page_size, dtype, **options
+        h200()[0], "gpu", heads, kv_heads, head_dim, page_size, dtype, **options
     )
     check_memory(compiled, cache_bytes)
     said = "".join(capfd.readouterr())
@@ -94,12 +108,10 @@ def test_h200_kernel_spills_nothing_and_copies_no_cache(
     assert "spilled" not in said
 
 
-@needs_cuda
 def test_h200_reference_copies_no_cache():
-    check_memory(*compile_decode(h200(), "reference", 32, 8, 128, 16, jnp.bfloat16))
+    check_memory(*compile_decode(h200()[0], "reference", 32, 8, 128, 16, jnp.bfloat16))
 
 
-@needs_tpu
 @pytest.mark.parametrize("name", ["v5e:2x2", "v6e:2x2"])
 @pytest.mark.parametrize("impl", ["tpu", "reference"])
 def test_tpu_copies_no_cache(name, impl, monkeypatch):
@@ -113,3 +125,29 @@ def test_tpu_copies_no_cache(name, impl, monkeypatch):
     abstract = AbstractDevice(device_kind=device.device_kind, platform="tpu", num_cores=1)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
         check_memory(*compile_decode(device, impl, 32, 8, 128, 16, jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "seqs", "tensor"),
+    [("decode", 64, 64, 1), ("mixed", 512, 64, 1), ("decode", 64, 64, 2)],
+)
+def test_h200_step_of_an_8b_model_copies_neither_weights_nor_cache(kind, tokens, seqs, tensor):
+    """The runner's own step, two layers of it."""
+    config = json.loads(LLAMA_8B.read_text()) | {"num_hidden_layers": LAYERS}
+    mesh = make_mesh(MeshConfig(tensor=tensor), h200(tensor))
+    model = registry.build(config, mesh, "tensor", jnp.bfloat16)
+    shape = StepShape(kind, tokens, seqs, pages=256)
+    runner = Runner(
+        model,
+        mesh,
+        Buckets((64,), (512,), 64, shape.pages),
+        page_size=16,
+        kv_dtype=jnp.dtype(jnp.bfloat16),
+        attention="gpu",
+    )
+    runner.num_pages = 8192
+    memory = runner.lower_step(shape).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= runner.num_pages * runner.page_bytes
+    smallest_weight = 4096 * 4096 * 2 // tensor
+    largest_activation = max(seqs * 128256 * 4, tokens * 2 * 14336 * 2)
+    assert memory.temp_size_in_bytes < smallest_weight + 3 * largest_activation
