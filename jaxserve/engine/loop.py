@@ -12,6 +12,8 @@ is thrown away.
 
 import time
 
+import msgspec
+
 from jaxserve import messages
 from jaxserve.execution.runner import Pending, Runner
 from jaxserve.scheduler.scheduler import Scheduler
@@ -46,6 +48,7 @@ class Engine:
                 self._handle(message)
             self.step()
         self._abandon()
+        self._runner.close()
         self._link.send(messages.Stopped())
 
     def step(self) -> None:
@@ -61,7 +64,9 @@ class Engine:
                 self._read_pending()
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        return msgspec.structs.replace(
+            self._scheduler.stats(), num_runtime_compiles=self._runner.num_runtime_compiles
+        )
 
     def _read_pending(self) -> None:
         """Commits the tokens of the step in flight, if any, and sends them."""

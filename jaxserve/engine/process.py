@@ -36,8 +36,14 @@ class EngineHandle:
         self._cleanup = contextlib.ExitStack()
         self._process: asyncio.subprocess.Process | None = None
 
-    async def close(self, grace_s: float = 0.0) -> None:
-        """Ends the engine after `grace_s` at most and waits for it. Safe to call twice."""
+    async def close(self, grace_s: float = 0.0, *, at_once: bool = False) -> None:
+        """Ends the engine after `grace_s` at most and waits for it. Safe to call twice.
+
+        `at_once`: a process is killed, as it has nothing to finish (it was only starting).
+        """
+        if at_once and self._process is not None and not self.exited.done():
+            self._process.kill()
+            await asyncio.wait([self.exited], timeout=STOP_TIMEOUT_S)
         if not self.exited.done():
             self.client_end.send(messages.Shutdown(grace_s))
             done, _ = await asyncio.wait([self.exited], timeout=grace_s + STOP_TIMEOUT_S)

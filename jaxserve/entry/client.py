@@ -166,7 +166,7 @@ class Client:
             self._closing = True  # raised here, so not logged as well
             self._die(f"the engine did not start: {error}")
             if self._handle is not None:
-                await self._handle.close()
+                await self._handle.close(at_once=True)
             raise
         self._info = info
         pump = asyncio.ensure_future(self._pump(self._handle.client_end))
@@ -347,16 +347,18 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         queue: Literal["refuse", "wait"] = "refuse",
+        default_max_tokens: int | None = None,
     ) -> RequestStream:
         """Checks a request and sends it. What the other verbs and the servers are made of.
 
-        `queue`: what to do when as many choices are in flight as may be.
+        `queue`: what to do when as many choices are in flight as may be. `default_max_tokens`: for
+        params without max_tokens, unless the context has less room; None: all the room there is.
         Raises: InvalidRequest, ContextExceeded, QueueFull, EngineDead.
         """
         arrival_s = time.monotonic()
         await self.start()
         return await self._send(
-            await self._prepare(prompt, params or SamplingParams()),
+            await self._prepare(prompt, params or SamplingParams(), default_max_tokens),
             arrival_s,
             request_id=request_id,
             priority=priority,
@@ -364,7 +366,9 @@ class Client:
             queue=queue,
         )
 
-    async def _prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
+    async def _prepare(
+        self, prompt: Prompt, params: SamplingParams, default_max_tokens: int | None = None
+    ) -> Prepared:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequest("prompt", "is empty; allowed: one token or more")
@@ -373,7 +377,7 @@ class Client:
         return (
             token_ids,
             params,
-            resolve_sampling(params, len(token_ids), self.model, self.info),
+            resolve_sampling(params, len(token_ids), self.model, self.info, default_max_tokens),
         )
 
     async def _send(
@@ -536,6 +540,8 @@ class Client:
                             choice = self._choices.get(output.request_id)
                             if choice is not None:  # else an Abort crossed this on the way
                                 self._accept(choice, output, now_s)
+                        # Receiving what is there already does not give up the loop.
+                        await asyncio.sleep(0)
                     case messages.Fatal() as message:
                         self._die(f"the engine died: {message.error}")
                         return

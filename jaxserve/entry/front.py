@@ -42,11 +42,15 @@ class Record:
         self._first_s: float | None = None
         self._ended = False
 
-    async def open(self, prompt: Prompt, params: SamplingParams) -> RequestStream:
+    async def open(
+        self, prompt: Prompt, params: SamplingParams, default_max_tokens: int | None
+    ) -> RequestStream:
         """Sends one of the request's prompts to the engine. Raises: what `Client.open` raises."""
         number = len(self.streams)
         request_id = f"{self.request_id}-{number}" if number else self.request_id
-        stream = await self._front.engine().open(prompt, params, request_id=request_id)
+        stream = await self._front.engine().open(
+            prompt, params, request_id=request_id, default_max_tokens=default_max_tokens
+        )
         self.streams.append(stream)
         return stream
 

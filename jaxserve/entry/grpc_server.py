@@ -5,6 +5,7 @@ cancelled where it waits for the engine, which frees the request.
 """
 
 import logging
+import re
 import typing
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -32,7 +33,7 @@ FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENG
 OPTIONAL_SAMPLING = tuple(
     field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence
 )
-MAX_ID_LENGTH = 128
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 type Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -78,11 +79,9 @@ def optional(message: Message, name: str) -> Any:
     return getattr(message, name) if message.HasField(name) else None
 
 
-def read_sampling(message: pb.SamplingParams, default_max_tokens: int | None) -> SamplingParams:
+def read_sampling(message: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidRequest naming the field."""
     given = {name: optional(message, name) for name in OPTIONAL_SAMPLING}
-    if given["max_tokens"] is None and default_max_tokens is not None:
-        given["max_tokens"] = max(default_max_tokens, given["min_tokens"] or 0)
     return sampling_params(
         **given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids)
     )
@@ -133,8 +132,7 @@ class Inference:
             if kind is None:
                 raise InvalidRequest("prompt", "is not set; allowed: text or tokens")
             prompt = request.text if kind == "text" else list(request.tokens.ids)
-            params = read_sampling(request.sampling, COMPLETION_MAX_TOKENS)
-            return await record.open(prompt, params)
+            return await record.open(prompt, read_sampling(request.sampling), COMPLETION_MAX_TOKENS)
 
         await self._stream("grpc Generate", "gen", request, context, start)
 
@@ -154,8 +152,9 @@ class Inference:
                 role: Any = message.role
                 checked = ChatMessage(role=role, content=message.content)
                 messages.append(checked.template_message())
-            params = read_sampling(request.sampling, None)
-            return await record.open(await self._front.engine().chat_prompt(messages), params)
+            params = read_sampling(request.sampling)
+            prompt = await self._front.engine().chat_prompt(messages)
+            return await record.open(prompt, params, None)
 
         await self._stream("grpc Chat", "chat", request, context, start)
 
@@ -168,8 +167,10 @@ class Inference:
         start: Callable[[Record], Awaitable[RequestStream]],
     ) -> None:
         request_id = optional(request, "request_id")
-        if request_id is not None and not 0 < len(request_id) <= MAX_ID_LENGTH:
-            raise InvalidRequest("request_id", f"is not 1 to {MAX_ID_LENGTH} characters long")
+        if request_id is not None and not REQUEST_ID.fullmatch(request_id):
+            raise InvalidRequest(
+                "request_id", "allowed: 1 to 128 letters, digits and punctuation of ASCII"
+            )
         record = self._front.begin(verb, prefix, request_id)
         try:
             async for delta in await start(record):

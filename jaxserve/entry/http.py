@@ -276,7 +276,7 @@ class Job:
     async def open(self) -> None:
         """Sends all prompts to the engine. Raises: what is wrong with any of them."""
         for prompt in self._prompts:
-            await self.record.open(prompt, self._params)
+            await self.record.open(prompt, self._params, self.body.default_max_tokens)
 
     async def whole(self) -> dict[str, Any]:
         """Runs all of it and returns the answer's body."""

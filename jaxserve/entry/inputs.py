@@ -25,10 +25,16 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def resolve_sampling(
-    params: SamplingParams, num_prompt_tokens: int, model: TextModel, info: EngineInfo
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    model: TextModel,
+    info: EngineInfo,
+    default_max_tokens: int | None = None,
 ) -> TokenSampling:
     """`params` with everything decided: the user's value, else the model's, else OpenAI's.
 
+    Without max_tokens it's `default_max_tokens` (at least min_tokens) or, where that is None or
+    more, the room that the context has.
     For the first choice; the seed is 0 where the user gave none (see `with_seed`).
     Raises: ContextExceeded, InvalidRequest.
     """
@@ -61,12 +67,15 @@ def resolve_sampling(
                 return value
         return otherwise
 
+    max_tokens = params.max_tokens
+    if max_tokens is None:
+        max_tokens = min(room, max(default_max_tokens or room, params.min_tokens))
     top_k = int(first("top_k", 0))
     stop_token_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
         stop_token_ids |= model.eos_token_ids
     return TokenSampling(
-        max_tokens=room if params.max_tokens is None else params.max_tokens,
+        max_tokens=max_tokens,
         min_tokens=params.min_tokens,
         temperature=float(first("temperature", 1.0)),
         top_k=top_k if 0 < top_k < info.vocab_size else 0,

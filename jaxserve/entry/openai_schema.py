@@ -7,7 +7,7 @@ Imports no jax.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import ConfigDict, FailFast, Field
@@ -170,7 +170,7 @@ Stop = Annotated[
 ]
 
 
-# Named with `type`, because before Python 3.12.2 `Annotated[..., FailFast()]` can't stand in a union.
+# Named with `type`: before Python 3.12.2 `Annotated[..., FailFast()]` can't stand in a union.
 type TokenIds = Annotated[list[int], FailFast()]
 
 
@@ -232,6 +232,9 @@ class SamplingBody(Body):
     guided_grammar: only() = None  # pyright: ignore[reportInvalidTypeForm]
     structured_outputs: only() = None  # pyright: ignore[reportInvalidTypeForm]
 
+    default_max_tokens: ClassVar[int | None] = None
+    """Where max_tokens is not given; None: until the context is full."""
+
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -264,6 +267,8 @@ def sampling_params(**given: Any) -> SamplingParams:
 
 
 class CompletionRequest(SamplingBody):
+    default_max_tokens: ClassVar[int | None] = COMPLETION_MAX_TOKENS
+
     prompt: Prompt
     logprobs: int | None = Field(
         None, description=f"Likeliest tokens to report, 0 to {MAX_LOGPROBS}."
@@ -274,10 +279,7 @@ class CompletionRequest(SamplingBody):
 
     def sampling(self) -> SamplingParams:
         """Raises InvalidRequest naming the field."""
-        max_tokens = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        if self.max_tokens is None and self.min_tokens is not None:
-            max_tokens = max(max_tokens, self.min_tokens)
-        params = self._sampling(max_tokens, self.logprobs)
+        params = self._sampling(self.max_tokens, self.logprobs)
         if len(self.prompt) * params.n > MAX_PROMPTS:
             raise InvalidRequest(
                 "n", f"is {params.n} for {len(self.prompt)} prompts; allowed: {MAX_PROMPTS} in all"

@@ -19,6 +19,9 @@ from jaxserve.types import (
     Usage,
 )
 
+MAX_UNREAD = 256
+"""Deltas of a request that wait for its reader one by one."""
+
 
 class Observer(Protocol):
     """Told about each request, for metrics. Calls come from the client's loop; be quick."""
@@ -121,6 +124,15 @@ class ChoiceState:
         )
 
 
+class Backlog:
+    """What a reader who is behind has not had of a choice, to become one delta."""
+
+    def __init__(self):
+        self.pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[ChosenLogprob] = []
+
+
 class RequestStream:
     """A request that runs: iterate over its deltas, or await its `result`, not both.
 
@@ -148,6 +160,8 @@ class RequestStream:
         self.error: Exception | None = None
         self._break_off = break_off
         self._deltas: collections.deque[Delta] = collections.deque()
+        self._backlogs: dict[int, Backlog] = {}
+        """By choice. While there is one, all that comes joins it, so that order is kept."""
         self._waiter: asyncio.Future[None] | None = None
         self._collecting = False
 
@@ -171,6 +185,8 @@ class RequestStream:
 
     async def __anext__(self) -> Delta:
         while not self._deltas:
+            if self._backlogs:
+                return self._take_backlog()
             if self.error is not None:
                 raise self.error
             if self.finished:
@@ -206,6 +222,7 @@ class RequestStream:
         """What `aclose` does; to be called in the client's loop."""
         self._break_off(self)
         self._deltas.clear()
+        self._backlogs.clear()
 
     async def __aenter__(self) -> Self:
         return self
@@ -221,6 +238,21 @@ class RequestStream:
         finally:
             self._waiter = None
 
+    def _take_backlog(self) -> Delta:
+        index = next(iter(self._backlogs))
+        backlog = self._backlogs.pop(index)
+        choice = self.choices[index]
+        return Delta(
+            request_id=self.request_id,
+            index=index,
+            text="".join(backlog.pieces),
+            token_ids=backlog.token_ids,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            logprobs=backlog.logprobs if choice.logprobs is not None else None,
+            usage=self.usage() if self.finished and not self._backlogs else None,
+        )
+
     # The client's side
 
     def deliver(
@@ -230,11 +262,20 @@ class RequestStream:
         token_ids: list[int],
         logprobs: list[ChosenLogprob] | None = None,
     ) -> None:
-        """Hands the reader what is new of a choice; its last delta tells how the choice ended."""
+        """Hands the reader what is new of a choice; its last delta tells how the choice ended.
+
+        A reader who is MAX_UNREAD deltas behind gets what comes then in larger pieces.
+        """
         finished = self.finished
         if self._collecting:
             if finished:
                 self.wake()
+            return
+        if self._backlogs or len(self._deltas) >= MAX_UNREAD:
+            backlog = self._backlogs.setdefault(choice.index, Backlog())
+            backlog.pieces.append(text)
+            backlog.token_ids += token_ids
+            backlog.logprobs += logprobs or ()
             return
         self._deltas.append(
             Delta(

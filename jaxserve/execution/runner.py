@@ -8,6 +8,7 @@ sampled tokens.
 import concurrent.futures
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from jaxserve.models.registry import BuiltModel
 from jaxserve.scheduler.sequence import Batch
 from jaxserve.types import ConfigError, TokenLogprobs
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 Progress = Callable[[str, int, int], None]
 """Called with what was compiled, how many are done, and of how many."""
@@ -78,6 +81,7 @@ class Runner:
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: tuple[jax.Array, ...] = ()
         self._last_token: jax.Array | None = None
+        self._compiles: CompileCounter | None = None
 
     # ---- start-up
 
@@ -152,6 +156,20 @@ class Runner:
         self._last_token = jax.device_put(
             np.zeros(self.buckets.max_num_seqs, np.int32), self._replicated
         )
+
+        self._compiles = CompileCounter(threading.get_ident())
+        jax.monitoring.register_event_duration_secs_listener(self._compiles)
+
+    def close(self) -> None:
+        """Stops counting compilations."""
+        if self._compiles is not None:
+            jax.monitoring.unregister_event_duration_listener(self._compiles)
+            self._compiles = None
+
+    @property
+    def num_runtime_compiles(self) -> int:
+        """Compilations since `start` in the thread that called it: always 0, or it's a fault."""
+        return 0 if self._compiles is None else self._compiles.count
 
     @property
     def kv_bytes(self) -> int:
@@ -276,6 +294,18 @@ class Runner:
         if shape.kind == "mixed":
             hidden = hidden[logit_rows]
         return model.logits(hidden), kv
+
+
+class CompileCounter:
+    """Counts what JAX compiles in one thread; others may run JAX code of their own."""
+
+    def __init__(self, thread_id: int):
+        self.count = 0
+        self._thread_id = thread_id
+
+    def __call__(self, event: str, duration_s: float, **details: Any) -> None:
+        if event == COMPILE_EVENT and threading.get_ident() == self._thread_id:
+            self.count += 1
 
 
 def _sample(logits, last_token, packed, mask=None, *, kind: SampleKind):

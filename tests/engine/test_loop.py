@@ -113,6 +113,7 @@ def test_nothing_compiles_at_run_time(driver):
             compiled.append(event)
 
     rng = np.random.default_rng(0)
+    before = driver.engine.stats().num_runtime_compiles  # by tests that started other engines
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         for count in (1, 2, 3, 4, 7):
@@ -128,8 +129,16 @@ def test_nothing_compiles_at_run_time(driver):
                     )
                 driver.finish(check=False)
     finally:
-        jax.monitoring.clear_event_listeners()
+        jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
+    assert driver.engine.stats().num_runtime_compiles == before
+
+
+def test_a_compilation_at_run_time_is_counted(tmp_path):
+    engine = make(tmp_path)
+    jax.jit(lambda x: x * 3 + engine.info.startup_s)(np.ones(7))
+    assert engine.engine.stats().num_runtime_compiles >= 1
+    engine.runner.close()
 
 
 def test_pages_that_fit_are_computed_when_not_set(tmp_path):

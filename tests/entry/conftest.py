@@ -233,7 +233,7 @@ class FakeHandle:
         self.client_end = client_end
         self.exited = exited
 
-    async def close(self, grace_s: float = 0.0) -> None:
+    async def close(self, grace_s: float = 0.0, *, at_once: bool = False) -> None:
         if not self.exited.done():
             self.client_end.send(messages.Shutdown(grace_s))
             await asyncio.wait([self.exited], timeout=5)

@@ -105,7 +105,7 @@ class FakeEngine:
     async def receive(self) -> messages.FromEngine:
         return await self._out.get()
 
-    async def close(self, grace_s: float = 0.0) -> None:
+    async def close(self, grace_s: float = 0.0, *, at_once: bool = False) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         if not self.exited.done():

@@ -9,6 +9,7 @@ import pytest
 from jaxserve import messages
 from jaxserve.config import EngineConfig
 from jaxserve.entry.client import Client
+from jaxserve.entry.request_stream import MAX_UNREAD
 from jaxserve.types import (
     CheckpointError,
     ContextExceeded,
@@ -609,3 +610,37 @@ async def test_random_requests_all_end_and_leave_nothing(fake_engine, byte_level
         await asyncio.gather(*(one(client, index) for index in range(60)))
         assert client.num_in_flight == 0
         assert not client._streams
+
+
+async def test_a_reader_who_is_behind_gets_larger_pieces(byte_level, fake_engine):
+    """Nothing is lost, and what waits for a reader that doesn't read stays small."""
+    fake = fake_engine(byte_level)
+    fake.answer = "All work and no play makes Jack a dull boy. " * 40
+    async with connected(fake) as client:
+        params = SamplingParams(max_tokens=240, ignore_eos=True, n=2, logprobs=1)
+        async with await client.open("a", params) as stream:
+            while not stream.finished:
+                await asyncio.sleep(0.01)
+            assert len(stream._deltas) <= MAX_UNREAD
+            deltas = [delta async for delta in stream]
+    for index in range(2):
+        own = [delta for delta in deltas if delta.index == index]
+        choice = stream.choices[index].choice()
+        assert "".join(delta.text for delta in own) == choice.text
+        assert [id for delta in own for id in delta.token_ids] == choice.token_ids
+        assert [p for delta in own for p in delta.logprobs or ()] == (choice.logprobs or [])
+        assert [delta.finish_reason is not None for delta in own] == [False] * (len(own) - 1) + [
+            True
+        ]
+    assert [delta.usage is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(100, 16), (245, 11), (255, 1)])
+async def test_a_default_of_max_tokens_gives_way_to_the_context(
+    byte_level, fake_engine, size, expected
+):
+    fake = fake_engine(byte_level)
+    async with connected(fake) as client:
+        stream = await client.open([5] * size, default_max_tokens=16)
+        await stream.aclose()
+    assert fake.requests[-1].sampling.max_tokens == expected

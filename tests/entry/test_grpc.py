@@ -132,6 +132,7 @@ async def test_unset_is_not_zero(stub, served: Served):
         (pb.GenerateRequest(text="a", model="other"), "NOT_FOUND", "other"),
         (pb.GenerateRequest(text="a", request_id=""), "INVALID_ARGUMENT", "request_id"),
         (pb.GenerateRequest(text="a", request_id="x" * 200), "INVALID_ARGUMENT", "request_id"),
+        (pb.GenerateRequest(text="a", request_id="x\ny"), "INVALID_ARGUMENT", "request_id"),
         (pb.GenerateRequest(text="a" * 300), "INVALID_ARGUMENT", "300"),
         (pb.GenerateRequest(tokens=pb.TokenIds(ids=[258])), "INVALID_ARGUMENT", "258"),
         (
@@ -150,7 +151,7 @@ async def test_unset_is_not_zero(stub, served: Served):
             "stop",
         ),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 @pytest.mark.asyncio(loop_scope="module")
 async def test_bad_requests(shared, request_: Any, code: str, words: str):

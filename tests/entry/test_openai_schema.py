@@ -90,9 +90,11 @@ def test_unsupported_fields_pass_only_with_values_that_ask_for_nothing(kind: typ
 
 def test_defaults_are_openais():
     completion = schema.parse(schema.CompletionRequest, body_of(schema.CompletionRequest))
-    assert completion.sampling() == SamplingParams(max_tokens=16)
+    assert completion.sampling() == SamplingParams()
+    assert completion.default_max_tokens == 16
     chat = schema.parse(schema.ChatRequest, body_of(schema.ChatRequest))
     assert chat.sampling() == SamplingParams()
+    assert chat.default_max_tokens is None
     for kind in (schema.CompletionRequest, schema.ChatRequest):
         nulls = dict.fromkeys(set(kind.model_fields) - set(VALID[kind]))
         assert (
