@@ -8,6 +8,7 @@ no jax.
 import dataclasses
 import os
 import pathlib
+import types
 import typing
 from typing import Any, Literal
 
@@ -27,25 +28,29 @@ def cache_dir() -> pathlib.Path:
     return pathlib.Path(base) / "jaxserve"
 
 
-def check_choices(config: Any) -> None:
-    """Raises ConfigError for a field whose type is a `Literal` (or `Literal | None`) and whose
-    value isn't in it."""
+def check_types(config: Any) -> None:
+    """Raises ConfigError for a field whose value isn't of its type, or not among its choices."""
     for name, hint in typing.get_type_hints(type(config)).items():
-        options: tuple[Any, ...] = ()
-        for part in (hint, *typing.get_args(hint)):
-            if typing.get_origin(part) is Literal:
-                options += typing.get_args(part)
         value = getattr(config, name)
-        if options and value is not None and value not in options:
-            raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(map(str, options))}")
+        choices: list[Any] = []
+        kinds: list[type] = []
+        for part in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+            if typing.get_origin(part) is Literal:
+                choices += typing.get_args(part)
+            else:
+                kinds.append(part)
+        if float in kinds:
+            kinds.append(int)
+        if type(value) in kinds or value in choices:
+            continue
+        allowed = choices or [kind.__name__ for kind in kinds if kind is not type(None)]
+        raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
 
 
 def check_range(config: Any, name: str, low: float, high: float = float("inf")) -> None:
     """Raises ConfigError unless the field is None or a number within [low, high]."""
     value = getattr(config, name)
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    if value is not None and not low <= value <= high:
         upto = "" if high == float("inf") else f" to {high}"
         raise ConfigError(f"{name} is {value!r}; allowed: {low}{upto or ' or more'}")
 
@@ -63,6 +68,7 @@ class MeshConfig:
     )
 
     def __post_init__(self):
+        check_types(self)
         for name in ("data", "expert", "tensor"):
             check_range(self, name, 1)
         for name in ("data", "expert"):
@@ -128,12 +134,14 @@ class EngineConfig:
     weights_seed: int = setting(0, "of the random weights of load_format dummy")
 
     def __post_init__(self):
-        check_choices(self)
+        check_types(self)
         if not self.model:
             raise ConfigError("model is empty; allowed: a name, a .gguf file or a folder")
-        for name in ("max_model_len", "max_num_seqs", "max_batched_tokens"):
+        check_range(self, "max_model_len", 2)
+        for name in ("max_num_seqs", "max_batched_tokens"):
             check_range(self, name, 1)
         check_range(self, "max_queue", 0)
+        check_range(self, "weights_seed", 0, 2**31 - 1)
         check_range(self, "num_pages", 2)
         check_range(self, "memory_fraction", 0.01, 1.0)
         if self.page_size not in (8, 16, 32, 64, 128):
@@ -184,7 +192,7 @@ class ServerConfig:
     )
 
     def __post_init__(self):
-        check_choices(self)
+        check_types(self)
         check_range(self, "port", 0, 65535)
         check_range(self, "grpc_port", 0, 65535)
         check_range(self, "grace_s", 0)

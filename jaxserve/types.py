@@ -152,7 +152,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         need("min_p", self.min_p is None or (real(self.min_p) and 0 <= self.min_p <= 1), "0 to 1")
         need(
             "seed",
-            self.seed is None or (whole(self.seed) and -MAX_SEED <= self.seed <= MAX_SEED),
+            self.seed is None or (whole(self.seed) and -MAX_SEED - 1 <= self.seed <= MAX_SEED),
             "a 64-bit integer",
         )
         need(

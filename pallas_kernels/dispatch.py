@@ -4,6 +4,19 @@ from pallas_kernels.paged_attention.api import Implementation
 from pallas_kernels.paged_attention.meta import AttentionSpec
 
 
+def unsupported(impl: Implementation, platform: str, case: AttentionSpec) -> str | None:
+    """Why `impl` can't do `case` on a platform, or None where it can."""
+    if impl == "reference":
+        return None
+    if impl == "tpu":
+        from pallas_kernels.paged_attention import tpu as kernel
+    else:
+        from pallas_kernels.paged_attention import gpu as kernel
+    if platform != impl and (impl, platform) != ("gpu", "cuda"):
+        return f"a {platform}"
+    return kernel.unsupported(case)
+
+
 def choose(platform: str, device_kind: str, case: AttentionSpec) -> Implementation:
     """The fastest implementation of paged attention that does `case` on this device.
 

@@ -70,13 +70,16 @@ class Engine:
 
     def _read_pending(self) -> None:
         """Commits the tokens of the step in flight, if any, and sends them."""
-        outputs, self._refused = self._refused, []
+        outputs: list[TokenOutput] = []
         if self._pending is not None:
             pending, self._pending = self._pending, None
             collected = self._runner.collect(pending)
             for committed in self._scheduler.commit(pending.batch, collected.tokens):
                 sequence = committed.sequence
                 logprobs = collected.logprobs[committed.index]
+                if committed.token < 0:
+                    self._refuse(sequence.request.request_id, "the model's output is not a number")
+                    continue
                 outputs.append(
                     TokenOutput(
                         request_id=sequence.request.request_id,
@@ -86,6 +89,8 @@ class Engine:
                         logprobs=None if logprobs is None else [logprobs],
                     )
                 )
+        outputs += self._refused
+        self._refused = []
         if outputs:
             self._link.send(messages.Outputs(outputs, self.stats()))
 

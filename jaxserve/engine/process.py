@@ -11,6 +11,8 @@ import dataclasses
 import json
 import logging
 import os
+import pathlib
+import shutil
 import sys
 import tempfile
 import threading
@@ -126,13 +128,14 @@ def run_engine(config: EngineConfig, link: messages.EngineEnd) -> int:
         return 1
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: pathlib.Path) -> None:
     """Ends this process when standard input closes, that is, when the process that started it has
-    gone."""
+    gone, and removes the folder that it left behind."""
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="jaxserve-parent-watch", daemon=True).start()
@@ -140,7 +143,7 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     setup = json.loads(sys.stdin.readline())
-    _end_with_parent()
+    _end_with_parent(pathlib.Path(setup["address"].removeprefix("ipc://")).parent)
     logging.basicConfig(
         level=setup["log_level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

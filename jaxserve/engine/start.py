@@ -161,10 +161,10 @@ def decide_limits(config: EngineConfig, model_len: int, platform: str) -> Limits
 def choose_attention(
     config: EngineConfig, model: registry.BuiltModel, device: Any
 ) -> Implementation:
-    """The attention implementation asked for, or the best for the device and the shapes that each
-    device sees."""
-    if config.attention != "auto":
-        return config.attention
+    """The attention implementation asked for, or the best for the shapes that each device sees.
+
+    Raises: ConfigError if the one asked for can't do them.
+    """
     spec = AttentionSpec(
         kind="decode",
         num_heads=model.config.num_heads,
@@ -174,7 +174,12 @@ def choose_attention(
         kv_dtype=next(iter(model.abstract.values())).dtype.name,
         sliding_window=model.config.sliding_window,
     )
-    return dispatch.choose(device.platform, device.device_kind, spec.shard(config.mesh.tensor))
+    spec = spec.shard(config.mesh.tensor)
+    if config.attention == "auto":
+        return dispatch.choose(device.platform, device.device_kind, spec)
+    if reason := dispatch.unsupported(config.attention, device.platform, spec):
+        raise ConfigError(f"attention is {config.attention!r}, which can't do {reason}")
+    return config.attention
 
 
 def find_devices(config: EngineConfig) -> list[Any]:
@@ -205,7 +210,10 @@ def use_compile_cache(config: EngineConfig) -> None:
     folder = config.compile_cache_dir
     if folder is None or jax.config.jax_compilation_cache_dir:
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"compile_cache is {folder}: {error.strerror}") from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

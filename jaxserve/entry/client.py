@@ -18,6 +18,7 @@ from jaxserve.entry.detokenizer import Detokenizer, StopAutomaton
 from jaxserve.entry.inputs import (
     Messages,
     Prompt,
+    check_options,
     check_token_ids,
     choice_seed,
     list_conversations,
@@ -83,7 +84,7 @@ class EngineHandle(Protocol):
     client_end: messages.ClientEnd
     exited: asyncio.Future[int]
 
-    async def close(self, grace_s: float = 0.0) -> None: ...
+    async def close(self, grace_s: float = 0.0, *, at_once: bool = False) -> None: ...
 
 
 class StartEngine(Protocol):
@@ -320,7 +321,8 @@ class Client:
                 f"{self.model.name} has no chat template; "
                 "complete a prompt instead (generate, /v1/completions)",
             )
-        text = chat_template.render(conversation, **template)
+        # In a thread: a template may loop for long.
+        text = await asyncio.to_thread(chat_template.render, conversation, **template)
         # The template writes what the model expects around its text, BOS included.
         return await self._encode(text, False, self.info.max_request_tokens, "messages")
 
@@ -400,7 +402,9 @@ class Client:
         # No await from here on: whoever is cancelled has either sent nothing or owns the stream.
         self._check_alive()
         assert self._handle is not None
-        request_id = request_id or uuid.uuid4().hex
+        if request_id is None:
+            request_id = uuid.uuid4().hex
+        check_options(request_id, priority, cache_salt)
         wire_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
         if request_id in self._streams or not self._choices.keys().isdisjoint(wire_ids):
             raise InvalidRequest("request_id", f"{request_id!r} is in flight already")

@@ -33,8 +33,8 @@ def resolve_sampling(
 ) -> TokenSampling:
     """`params` with everything decided: the user's value, else the model's, else OpenAI's.
 
-    Without max_tokens it's `default_max_tokens` (at least min_tokens) or, where that is None or
-    more, the room that the context has.
+    Without max_tokens it's the model's, else `default_max_tokens`, at least min_tokens; or, where
+    that is None or more, the room that the context has.
     For the first choice; the seed is 0 where the user gave none (see `with_seed`).
     Raises: ContextExceeded, InvalidRequest.
     """
@@ -69,7 +69,8 @@ def resolve_sampling(
 
     max_tokens = params.max_tokens
     if max_tokens is None:
-        max_tokens = min(room, max(default_max_tokens or room, params.min_tokens))
+        default = model.defaults.max_tokens or default_max_tokens or room
+        max_tokens = min(room, max(default, params.min_tokens))
     top_k = int(first("top_k", 0))
     stop_token_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
@@ -85,6 +86,17 @@ def resolve_sampling(
         stop_token_ids=tuple(sorted(stop_token_ids)),
         logprobs=params.logprobs,
     )
+
+
+def check_options(request_id: Any, priority: Any, cache_salt: Any) -> None:
+    """Raises: InvalidRequest for what the engine could not take."""
+    for field, value, most in (("request_id", request_id, 256), ("cache_salt", cache_salt, 1024)):
+        if not isinstance(value, str) or len(value) > most or not value.isprintable():
+            raise InvalidRequest(
+                field, f"is {value!r}; allowed: a string of at most {most} printable characters"
+            )
+    if type(priority) is not int or not -(2**31) <= priority < 2**31:
+        raise InvalidRequest("priority", f"is {priority!r}; allowed: a 32-bit integer")
 
 
 def choice_seed(seed: int | None, index: int) -> int:

@@ -1,6 +1,7 @@
 """The text side of a model: its name, tokenizer, defaults and ends of text. Imports no jax."""
 
 import dataclasses
+import logging
 
 from checkpoints.gguf import tokenizer_parts
 from checkpoints.resolve import ModelFiles, resolve
@@ -18,9 +19,29 @@ class TextModel:
     tokenizer: Tokenizer | None
     """None: the folder has none; only token ids go in and out."""
     defaults: SamplingParams
-    """What generation_config.json states of temperature, top_k, top_p and min_p; None elsewhere."""
+    """What generation_config.json states of temperature, top_k, top_p, min_p and max_new_tokens
+    (here max_tokens); None elsewhere."""
     eos_token_ids: frozenset[int]
     """End a text: those of the config, of generation_config.json and of the tokenizer."""
+
+
+log = logging.getLogger(__name__)
+
+NOT_SUPPORTED = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "bad_words_ids": [],
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+}
+"""Keys of generation_config.json that would change what is sampled, with the values that don't."""
 
 
 def load_text_model(model: str) -> TextModel:
@@ -35,6 +56,13 @@ def text_model(files: ModelFiles) -> TextModel:
         for name in ("temperature", "top_k", "top_p", "min_p")
         if (value := files.generation_config.get(name)) is not None
     }
+    if (value := files.generation_config.get("max_new_tokens")) is not None:
+        stated["max_tokens"] = value
+    for name, neutral in NOT_SUPPORTED.items():
+        if files.generation_config.get(name) not in (None, neutral):
+            log.warning(
+                "%s: generation_config.json asks for %s, which is not supported", files.name, name
+            )
     try:
         defaults = SamplingParams(**stated)
     except InvalidRequest as error:

@@ -79,7 +79,7 @@ class Buckets:
     ) -> "Buckets":
         """On a CPU a step costs what its padded tokens cost, and a shape seconds to compile."""
         if platform == "cpu":
-            sizes = [t for t in (16, 32, 64, 96, 128) if t < max_batched_tokens]
+            sizes = [t for t in (16, 32, 64, 128) if t < max_batched_tokens]
             sizes += ladder(256, max_batched_tokens) if max_batched_tokens > 256 else []
             tokens = tuple(sorted({*sizes, max_batched_tokens}))
             return cls(tuple(ladder(1, max_num_seqs)), tokens, max_num_seqs, pages)

@@ -104,7 +104,7 @@ class Runner:
         """
         most = self.buckets.max_num_seqs * self.buckets.pages + 1
         if wanted is not None:
-            self.num_pages = min(wanted, most)
+            self.num_pages = wanted
             return
         weight_bytes = sum(
             int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
@@ -139,9 +139,10 @@ class Runner:
         with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
             futures = {threads.submit(function, shape): shape for function, shape in work}
             done = concurrent.futures.as_completed(futures)
-            for count, future in enumerate(done, start=1):
+            before = self.num_compiled
+            for count, future in enumerate(done, start=before + 1):
                 future.result()
-                progress(str(futures[future]), count, len(futures))
+                progress(str(futures[future]), count, before + len(futures))
         self.compile_s += time.monotonic() - started
 
     def start(self, leaves: Sequence[jax.Array]) -> None:
@@ -303,7 +304,7 @@ class CompileCounter:
         self.count = 0
         self._thread_id = thread_id
 
-    def __call__(self, event: str, duration_s: float, **details: Any) -> None:
+    def __call__(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == COMPILE_EVENT and threading.get_ident() == self._thread_id:
             self.count += 1
 

@@ -18,6 +18,8 @@ from jaxserve.execution.buckets import SampleKind
 from jaxserve.types import MAX_LOGPROBS
 
 DRAW_BLOCK = 256
+NOT_A_NUMBER = -2
+"""In place of a token; -1 is step.TOKEN_ON_DEVICE."""
 
 
 class Sampled(NamedTuple):
@@ -25,6 +27,7 @@ class Sampled(NamedTuple):
     FULL."""
 
     tokens: Int[Array, " R"]
+    """NOT_A_NUMBER where the row's logits are NaN."""
     logprobs: Float[Array, "R _"]
     """Of the sampled token, under the model's own distribution (no mask, temperature or filter)."""
     top_ids: Int[Array, "R _"]
@@ -43,7 +46,7 @@ def sample(
     raw = logits.astype(jnp.float32)
     none = jnp.zeros((R, 0), jnp.float32)
     if kind == SampleKind.GREEDY:
-        return Sampled(greedy(raw), none, none.astype(jnp.int32), none)
+        return Sampled(_numbers(greedy(raw), raw), none, none.astype(jnp.int32), none)
     _, seed_low, seed_high, position, top_k = packed[:5]
     temperature, top_p, min_p = lax.bitcast_convert_type(packed[5:], jnp.float32)
     allowed = raw if mask is None else apply_mask(raw, mask)
@@ -53,13 +56,18 @@ def sample(
         scaled = keep_top_p(scaled, top_p)
         scaled = keep_min_p(scaled, min_p)
     drawn = draw(scaled, uniform(seed_low, seed_high, position))
-    tokens = jnp.where(temperature > 0, drawn, greedy(allowed))
+    tokens = _numbers(jnp.where(temperature > 0, drawn, greedy(allowed)), raw)
     if kind < SampleKind.FULL:
         return Sampled(tokens, none, none.astype(jnp.int32), none)
     logprobs = jax.nn.log_softmax(raw, axis=-1)
     top_logprobs, top_ids = lax.top_k(logprobs, min(MAX_LOGPROBS, logprobs.shape[-1]))
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
     return Sampled(tokens, chosen, top_ids.astype(jnp.int32), top_logprobs)
+
+
+def _numbers(tokens: Int[Array, " R"], logits: Float[Array, "R V"]) -> Int[Array, " R"]:
+    """The tokens, or NOT_A_NUMBER where the row's largest logit is NaN, as it is if any is."""
+    return jnp.where(jnp.isnan(jnp.max(logits, axis=-1)), NOT_A_NUMBER, tokens)
 
 
 def greedy(logits: Float[Array, "R V"]) -> Int[Array, " R"]:

@@ -185,7 +185,8 @@ class Scheduler:
     def commit(self, batch: Batch, tokens: list[int]) -> list[Committed]:
         """Makes the tokens that `batch` sampled known and finishes the sequences that they end.
 
-        `tokens` has one for each of `batch.sampling_rows`. Those of requests that ended meanwhile
+        `tokens` has one for each of `batch.sampling_rows`, negative where the model's output was no
+        number: that ends the sequence with `error`. Those of requests that ended meanwhile
         are dropped, those of preempted ones count. Batches are committed in the order they were
         scheduled, also those that sample nothing.
         """
@@ -196,9 +197,13 @@ class Scheduler:
             sequence = row.sequence
             if sequence.status == "finished":
                 continue
+            sequence.num_pending -= 1
+            if token < 0:
+                self._finish(sequence, "error")
+                committed.append(Committed(index, sequence, token, "error"))
+                continue
             token_ids = sequence.token_ids
             token_ids.append(token)
-            sequence.num_pending -= 1
             reason = None
             if (
                 token in sequence.stop_token_ids

@@ -644,3 +644,26 @@ async def test_a_default_of_max_tokens_gives_way_to_the_context(
         stream = await client.open([5] * size, default_max_tokens=16)
         await stream.aclose()
     assert fake.requests[-1].sampling.max_tokens == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"priority": "x"},
+        {"priority": 2**70},
+        {"priority": True},
+        {"cache_salt": 5},
+        {"cache_salt": "\ud800"},
+        {"request_id": 5},
+        {"request_id": "a\nb"},
+    ],
+)
+async def test_options_that_the_engine_cannot_take_are_refused_and_leave_nothing(
+    byte_level, fake_engine, options
+):
+    fake = fake_engine(byte_level)
+    async with connected(fake) as client:
+        with pytest.raises(InvalidRequest, match=next(iter(options))):
+            await client.open("a", **options)
+        assert client.num_in_flight == 0
+        assert fake.requests == []
