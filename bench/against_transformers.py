@@ -46,7 +46,7 @@ def jaxserve_steps(model: str) -> dict[int, float]:
 
 def transformers_steps(python: str, gguf: str) -> dict[int, float]:
     script = pathlib.Path(__file__).with_name("transformers_generate.py")
-    command = [python, str(script), gguf, *map(str, BATCHES)]
+    command = [python, "-P", str(script), gguf, *map(str, BATCHES)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = json.loads(output.strip().splitlines()[-1])
     return {int(batch): ms for batch, ms in found["ms_per_step"].items()}

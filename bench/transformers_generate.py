@@ -1,7 +1,7 @@
 """transformers' `generate` over the same GGUF, for `bench.against_transformers`; needs torch, not
 jaxserve.
 
-Run: python bench/transformers_generate.py PATH_TO_GGUF BATCH... ; prints one line of JSON.
+Run: python -P bench/transformers_generate.py PATH_TO_GGUF BATCH... ; prints one line of JSON.
 A step is timed as (time for 72 tokens - time for 8) / 64, so that the prompt's own cost is left
 out.
 """

@@ -12,13 +12,17 @@ Blocks of all (row, kv head) tasks form one flat list that is cut into equal ran
 fill the card (Stream-K, arXiv:2301.03598; split-KV, arXiv:2311.01282 section 3):
 
     task      |  0  |      1       | 2 |    3    |        blocks of (row, kv head), rows in order
-    worker    |   0    |   1    |   2    |   3   |        equal shares
-    partial    0  0+1   1+1 1+2   1+2 ...                 slot = task + worker: unique, and those of
-                                                          one task are neighbours
+    worker    |   0    |   1   |   2    |   3   |        equal shares
+    writes     out  p1   p2      p4 out p5  p6           p: a partial result
+
+A task that one worker does alone goes straight to the output. A worker's range splits two tasks at
+most: the one it continues, whose partial result it keeps at slot 2 * worker, and the one that goes
+on in the next worker, at 2 * worker + 1. A second, small kernel merges the partial results of each
+split task and writes them to the output in place, so its work follows the number of workers.
 
 Each worker is two warpgroups: one issues the copies of pages into a ring in shared memory, the
-other multiplies. A kv head's queries are rows of a 64-row matrix, of which G are real. Partial
-results carry their maximum (in base 2) and sum, and XLA combines at most `max_parts` of a task.
+other multiplies. A kv head's queries are rows of a 64-row matrix, of which G are real; what the
+others hold is never written.
 """
 
 import dataclasses
@@ -39,22 +43,22 @@ from pallas_kernels.paged_attention.meta import AttentionMeta, AttentionSpec, Ki
 plgpu: Any = mosaic_gpu  # whose annotations call its transforms abstract and its ACC private
 
 BLOCK = 64  # tokens; also the rows of a wgmma
+LANES = 32  # columns of a partial result that lie together
+MERGE_AT_ONCE = 4  # parts
 SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
 LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """workers: thread blocks, one a multiprocessor. stages: blocks of K and V in flight each.
-    max_parts: most partial results of a task, which bounds what the combination reads."""
+    """workers: thread blocks, one a multiprocessor. stages: blocks of K and V in flight each."""
 
     workers: int = 132
     stages: int = 4
     query_buffers: int = 2
-    max_parts: int = 32
 
     def __post_init__(self):
-        for name, low in (("workers", 1), ("stages", 2), ("query_buffers", 1), ("max_parts", 3)):
+        for name, low in (("workers", 1), ("stages", 2), ("query_buffers", 1)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: {low} or more")
 
@@ -65,18 +69,10 @@ class Config:
         return ring + queries + BLOCK * head_dim * 4 + 2048
 
 
-def default_config(spec: AttentionSpec, num_rows: int, workers: int = 132) -> Config:
-    """As many stages as fit (4 at most: the study gained nothing from more at width 128)."""
-    size = num_rows * spec.num_heads * spec.head_dim
-    # A row as long as all others together may want as many parts as a head has workers. The
-    # combination looks at max_parts of every task: about 4 M elements, a few microseconds. From 32
-    # on XLA splits the reduction and writes its operands out, which only a small one can afford.
-    max_parts = -(-workers // spec.num_kv_heads) + 2
-    if size > 1 << 14:
-        max_parts = max(8, min(max_parts, (4 << 20) // size, 31))
-    max_parts = max(max_parts, 3)
+def default_config(spec: AttentionSpec, workers: int = 132) -> Config:
+    """As many stages as fit (8 at most: the study gained nothing from more than 4 at width 128)."""
     for stages, query_buffers in ((8, 2), (4, 2), (3, 2), (2, 2), (2, 1)):
-        config = Config(workers, stages, query_buffers, max_parts)
+        config = Config(workers, stages, query_buffers)
         if config.shared_bytes(spec.head_dim) <= SHARED_BYTES:
             return config
     raise NotImplementedError(f"head width {spec.head_dim} does not fit shared memory")
@@ -101,9 +97,8 @@ class Plan(NamedTuple):
     rows: Int[Array, "S"]  # place in the list -> row
     lens: Int[Array, "S"]  # by place
     first_block: Int[Array, "S"]  # by place; later than 0 only with a sliding window
-    work: Int[Array, "workers 5"]  # place, head and block to start at; blocks to do; segments
-    first_slot: Int[Array, "S K"]  # by row: where the task's partial results begin
-    num_parts: Int[Array, "S K"]  # by row
+    work: Int[Array, "workers 6"]  # place, head and block to start at; blocks; segments; live rows
+    splits: Int[Array, "workers 3"]  # of the task begun but not ended: row, head, parts (or 0)
 
 
 def make_plan(
@@ -113,46 +108,41 @@ def make_plan(
     num_rows = len(kv_lens)
     first = jnp.maximum(kv_lens - sliding_window, 0) // BLOCK if sliding_window else 0 * kv_lens
     blocks = (kv_lens + BLOCK - 1) // BLOCK - first
-    place = jnp.cumsum(blocks > 0) - 1
-    target = jnp.where(blocks > 0, place, num_rows)  # rows without work: dropped
-    rows = jnp.zeros_like(kv_lens).at[target].set(jnp.arange(num_rows), mode="drop")
-    num_live = place[-1] + 1
-    live = jnp.arange(num_rows) < num_live
-    placed_blocks = jnp.where(live, blocks[rows], 0)
+    live = blocks > 0
+    num_live = jnp.sum(live, dtype=jnp.int32)
+    place = jnp.where(live, jnp.cumsum(live) - 1, num_live + jnp.cumsum(~live) - 1)
+    rows = jnp.zeros_like(kv_lens).at[place].set(jnp.arange(num_rows, dtype=kv_lens.dtype))
+    placed_blocks = blocks[rows]
     ends = jnp.cumsum(placed_blocks) * num_kv_heads
     total = ends[-1]
-    share = jnp.maximum(
-        (total + config.workers - 1) // config.workers,
-        -(-jnp.max(blocks) // (config.max_parts - 1)),
-    )
-    share = jnp.maximum(share, 1)
+    share = jnp.maximum((total + config.workers - 1) // config.workers, 1)
 
-    def locate(flat):  # [W] -> place, head, block from the row's first
+    def locate(flat):  # [W] -> place, head, block from the row's first, blocks of the row
         at = jnp.minimum(jnp.sum(flat[:, None] >= ends, axis=1), num_rows - 1)
         inside = flat - (ends - placed_blocks * num_kv_heads)[at]
         width = jnp.maximum(placed_blocks[at], 1)
-        return at, inside // width, inside % width
+        return at, inside // width, inside % width, width
 
-    start = jnp.arange(config.workers) * share
+    worker = jnp.arange(config.workers)
+    start = worker * share
     count = jnp.clip(total - start, 0, share)
-    at, head, block = locate(jnp.minimum(start, jnp.maximum(total - 1, 0)))
-    last_at, last_head, _ = locate(jnp.clip(start + count - 1, 0, jnp.maximum(total - 1, 0)))
+    at, head, block, _ = locate(jnp.minimum(start, jnp.maximum(total - 1, 0)))
+    last = jnp.clip(start + count - 1, 0, jnp.maximum(total - 1, 0))
+    last_at, last_head, last_block, width = locate(last)
     segments = jnp.where(count > 0, (last_at - at) * num_kv_heads + last_head - head + 1, 0)
-    work = jnp.stack([at, head, block + first[rows][at], count, segments], axis=1)
-
-    heads = jnp.arange(num_kv_heads)
-    task_start = (ends - placed_blocks * num_kv_heads)[:, None] + heads * placed_blocks[:, None]
-    first_worker = task_start // share
-    last_worker = (task_start + placed_blocks[:, None] - 1) // share
-    task = jnp.arange(num_rows)[:, None] * num_kv_heads + heads
-    by_row = jnp.maximum(place, 0)
+    work = jnp.stack(
+        [at, head, block + first[rows][at], count, segments, 0 * worker + num_live], axis=1
+    )
+    task_end = last - last_block + width
+    is_split = (count > 0) & (last_block < count) & (task_end > start + count)
+    parts = jnp.where(is_split, (task_end - 1) // share - worker + 1, 0)
+    splits = jnp.stack([rows[last_at], last_head, parts], axis=1)
     return Plan(
         rows=rows,
         lens=kv_lens[rows],
         first_block=first[rows],
         work=work.astype(jnp.int32),
-        first_slot=(task + first_worker)[by_row],
-        num_parts=jnp.where((blocks > 0)[:, None], (last_worker - first_worker + 1)[by_row], 0),
+        splits=splits.astype(jnp.int32),
     )
 
 
@@ -185,9 +175,8 @@ def attend(
         raise NotImplementedError(
             f"the GPU kernel of paged attention can't do {reason}; impl='reference' can"
         )
-    num_rows = min(len(meta.kv_lens), len(q))
     rows = functools.partial(
-        attend_rows, config=config or default_config(spec, num_rows), interpret=interpret
+        attend_rows, config=config or default_config(spec), interpret=interpret
     )
     return reference.attend(
         q,
@@ -216,69 +205,27 @@ def attend_rows(
     interpret: Any = None,
 ) -> Float[Array, "S N H"]:
     """One query a row, each its sequence's newest token. Zeros for rows of length 0."""
-    num_kv_heads = kv_pages.shape[2] // 2
-    plan = make_plan(kv_lens, num_kv_heads, sliding_window, config)
-    out, top, total = _partials(
-        q,
-        kv_pages,
-        page_table,
-        plan,
-        sm_scale=sm_scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        config=config,
-        interpret=interpret,
-    )
-    group = q.shape[1] // num_kv_heads
-    return _combine(out, top, total, plan, sinks, group, config).astype(q.dtype)
-
-
-def _combine(out, top, total, plan, sinks, group, config):
-    """Partials [slots, Gp, H] and their top, total [slots, 64] -> [S, N, H] in float32.
-
-    One reduction over (top, total, out) triples, so that XLA makes one kernel of it.
-    """
-    num_rows, num_kv_heads = plan.first_slot.shape
-    parts = jnp.arange(config.max_parts)
-    real = parts < plan.num_parts[..., None]  # [S, K, parts]
-    slot = plan.first_slot[..., None] + jnp.where(real, parts, 0)
-    real = real[..., None, None]
-    part_out = jnp.where(real, out[slot, :group], 0)  # [S, K, parts, G, H]
-    part_top = jnp.where(real, top[slot, :group, None], reference.MASKED)
-    part_total = jnp.where(real, total[slot, :group, None], 0)
-
-    def merge(a, b):
-        new_top = jnp.maximum(a[0], b[0])
-        keep_a, keep_b = jnp.exp2(a[0] - new_top), jnp.exp2(b[0] - new_top)
-        return new_top, a[1] * keep_a + b[1] * keep_b, a[2] * keep_a + b[2] * keep_b
-
-    triples = jnp.broadcast_arrays(part_top, part_total, part_out)
-    empty = (jnp.float32(reference.MASKED), jnp.float32(0), jnp.float32(0))
-    top, total, out = lax.reduce(tuple(triples), empty, merge, (2,))
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1) * LOG2_E
-        top, total, out = merge((top, total, out), (sinks, 1.0, 0.0))
-    out = out / jnp.where(total > 0, total, 1)
-    return out.reshape(num_rows, num_kv_heads * group, -1)
-
-
-def _partials(
-    q, kv_pages, page_table, plan, *, sm_scale, sliding_window, soft_cap, config, interpret
-):
-    """A partial (output, top, total) for each segment, at task + worker; other slots: garbage."""
     num_rows, num_heads, head_dim = q.shape
     _, page_size, num_parts, _ = kv_pages.shape
     num_kv_heads = num_parts // 2
     group = num_heads // num_kv_heads
     rows = 8 * math.ceil(group / 8)  # copies into tiled shared memory move 8 rows at least
     dtype = kv_pages.dtype
+    plan = make_plan(kv_lens, num_kv_heads, sliding_window, config)
+    interpreted = interpret is not None
+    options = {"interpret": interpret} if interpreted else {}
+    # A copy may reach past an array's end: nothing is read or written there. That serves where one
+    # tile of 8 rows holds a head's queries, though not in the interpreter.
+    stored = group if group <= 8 and not interpreted else rows
     queries = q.reshape(num_rows, num_kv_heads, group, head_dim).astype(dtype)
-    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
-    slots = num_rows * num_kv_heads + config.workers
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, stored - group), (0, 0)))
+    inputs = [queries, kv_pages, page_table, plan.rows, plan.lens, plan.first_block, plan.work]
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group) * LOG2_E
+        inputs.append(jnp.pad(sinks, ((0, 0), (0, BLOCK - group))))
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     tiled_f32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
     copies = max(1, BLOCK // page_size)
-    interpreted = interpret is not None
     ring = plgpu.SMEM((config.stages, BLOCK, head_dim), dtype, transforms=tiled)
     scratch = {
         "queries_smem": plgpu.SMEM(
@@ -286,7 +233,10 @@ def _partials(
         ),
         "k_smem": ring,
         "v_smem": ring,
-        "out_smem": plgpu.SMEM((BLOCK, head_dim), jnp.float32, transforms=tiled_f32),
+        "out_smem": plgpu.RefUnion(  # of a whole task, or of a part of one
+            plgpu.SMEM((BLOCK, head_dim), dtype, transforms=tiled),
+            plgpu.SMEM((BLOCK, head_dim), jnp.float32, transforms=tiled_f32),
+        ),
         # The interpreter has no multiplication whose left side is in registers.
         "weights_smem": plgpu.SMEM((BLOCK, BLOCK), dtype, transforms=tiled)
         if interpreted
@@ -300,7 +250,7 @@ def _partials(
     }
     body = functools.partial(
         _worker,
-        num_kv_heads=num_kv_heads,
+        has_sinks=sinks is not None,
         rows=rows,
         page_size=page_size,
         sm_scale=sm_scale,
@@ -308,24 +258,91 @@ def _partials(
         soft_cap=soft_cap,
         config=config,
     )
-    kernel = plgpu.kernel(
+    compiler_params = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
+    )
+    slots = 2 * config.workers
+    out, part, part_lse = plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((slots, rows, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((slots, BLOCK), jnp.float32),
-            jax.ShapeDtypeStruct((slots, BLOCK), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, num_kv_heads, stored, head_dim), dtype),
+            jax.ShapeDtypeStruct((slots, head_dim // LANES, rows, LANES), jnp.float32),
+            jax.ShapeDtypeStruct((slots, BLOCK, LANES), jnp.float32),
         ],
         scratch_types=scratch,
         grid=(config.workers,),
         grid_names=("worker",),
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
-        ),
-        **({"interpret": interpret} if interpreted else {}),
+        compiler_params=compiler_params,
+        **options,
+    )(*inputs)
+    out_ref = jax.new_ref(out)
+    pl.kernel(
+        functools.partial(_merge_in_scope, out_ref=out_ref, rows=rows),
+        mesh=plgpu.Mesh(grid=(config.workers,), grid_names=("worker",)),
+        compiler_params=compiler_params,
+        name="merge",
+        **options,
+    )(part, part_lse, plan.splits)
+    out = jax.freeze(out_ref)[:, :, :group]
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def _merge_in_scope(*refs, out_ref, rows):
+    """`_merge` with its shared memory."""
+    _, columns, _, _ = refs[0].shape
+    pl.run_scoped(
+        functools.partial(_merge, *refs, out_ref),
+        plgpu.SMEM((columns, rows, LANES), out_ref.dtype),
     )
-    return kernel(queries, kv_pages, page_table, plan.rows, plan.lens, plan.first_block, plan.work)
+
+
+def _merge(part_ref, lse_ref, splits_ref, out_ref, out_smem):
+    """Weighs the parts of the task that this worker began and others went on with; writes it."""
+    worker = lax.axis_index("worker")
+    _, columns, rows, lanes = part_ref.shape
+    row, head, parts = (splits_ref[worker, i] for i in range(3))
+
+    @pl.when(parts > 0)
+    def _():
+        def step(i, state):
+            top, total, *outs = state
+            lses, values = [], []
+            for j in range(MERGE_AT_ONCE):  # loads of several parts, to wait for all together
+                part = jnp.minimum(i * MERGE_AT_ONCE + j, parts - 1)
+                slot = 2 * (worker + part) + jnp.where(part == 0, 1, 0)
+                surplus = jnp.where(i * MERGE_AT_ONCE + j < parts, 0.0, reference.MASKED)
+                lses.append(lse_ref[slot, pl.ds(0, rows)] + surplus)
+                values.append([part_ref[slot, column] for column in range(columns)])
+            new_top = functools.reduce(jnp.maximum, lses, top)
+            keep = jnp.exp2(top - new_top)
+            weights = [jnp.exp2(lse - new_top) for lse in lses]
+            total = sum(weights, total * keep)
+            outs = [
+                sum((w * v[c] for w, v in zip(weights, values, strict=True)), out * keep)
+                for c, out in enumerate(outs)
+            ]
+            return new_top, total, *outs
+
+        shape = (rows, lanes)
+        zeros = jnp.zeros(shape, jnp.float32)
+        _, total, *outs = lax.fori_loop(
+            0,
+            pl.cdiv(parts, MERGE_AT_ONCE),
+            step,
+            (jnp.full(shape, reference.MASKED, jnp.float32), zeros, *[zeros] * columns),
+        )
+        scale = 1 / total
+        for column, out in enumerate(outs):
+            out_smem[column] = (out * scale).astype(out_smem.dtype)
+        plgpu.commit_smem()
+        for column in range(columns):
+            plgpu.copy_smem_to_gmem(
+                out_smem.at[column],
+                out_ref.at[row, head, pl.ds(0, rows), pl.ds(column * lanes, lanes)],
+            )
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _worker(
@@ -336,10 +353,7 @@ def _worker(
     lens_ref,
     first_ref,
     work_ref,
-    out_ref,
-    top_ref,
-    total_ref,
-    *,
+    *rest_refs,
     queries_smem,
     k_smem,
     v_smem,
@@ -351,7 +365,7 @@ def _worker(
     v_full,
     k_free,
     v_free,
-    num_kv_heads,
+    has_sinks,
     rows,
     page_size,
     sm_scale,
@@ -359,6 +373,10 @@ def _worker(
     soft_cap,
     config,
 ):
+    *sinks_ref, out_ref, part_ref, part_lse_ref = rest_refs
+    assert len(sinks_ref) == has_sinks
+    num_kv_heads = out_ref.shape[1]
+    whole_smem, part_smem = out_smem
     worker = lax.axis_index("worker")
     warpgroup = lax.axis_index("warpgroup")
     num_places = lens_ref.shape[0]
@@ -391,7 +409,7 @@ def _worker(
                 plgpu.barrier_wait(queries_free.at[buffer])
 
             plgpu.copy_gmem_to_smem(
-                queries_ref.at[row, head],
+                queries_ref.at[row, head, pl.ds(0, rows)],
                 queries_smem.at[buffer, pl.ds(0, rows)],
                 queries_full.at[buffer],
             )
@@ -450,9 +468,32 @@ def _worker(
     def _():
         plgpu.set_max_registers(240, action="increase")
 
+        # Rows without work: zeros, spread over the workers.
+        live = work_ref[worker, 5]
+        continues = start_block > first_ref[start_place]  # a task that the worker before began
+        empty = (num_places - live) * num_kv_heads
+        todo_empty = lax.div(empty - worker + config.workers - 1, jnp.int32(config.workers))
+
+        @pl.when(todo_empty > 0)
+        def _():
+            whole_smem[...] = jnp.zeros(whole_smem.shape, whole_smem.dtype)
+            plgpu.commit_smem()
+
+            def clear(i, _):
+                task = worker + i * config.workers
+                row = rows_ref[live + lax.div(task, jnp.int32(num_kv_heads))]
+                plgpu.copy_smem_to_gmem(
+                    whole_smem.at[pl.ds(0, rows)],
+                    out_ref.at[row, lax.rem(task, jnp.int32(num_kv_heads)), pl.ds(0, rows)],
+                )
+                return ()
+
+            lax.fori_loop(0, todo_empty, clear, ())
+
         def segment(j, state):
             place, head, block, done = state
             length, todo, next_place, next_head = segment_of(place, head, block, done)
+            row = rows_ref[place]  # long before it is needed
             buffer = lax.rem(j, jnp.int32(config.query_buffers))
             plgpu.barrier_wait(queries_full.at[buffer])
 
@@ -522,25 +563,42 @@ def _worker(
                 plgpu.barrier_arrive(v_free.at[stage])
                 return out, new_top, total
 
-            out, top, total = lax.fori_loop(
-                0,
-                todo,
-                multiply,
-                (
-                    jnp.zeros((BLOCK, head_dim), jnp.float32),
-                    jnp.full((BLOCK,), reference.MASKED, jnp.float32),
-                    jnp.zeros((BLOCK,), jnp.float32),
-                ),
-            )
+            begun = continues & (j == 0)
+            goes_on = block + todo < pl.cdiv(length, BLOCK)  # in the next worker
+            top = jnp.full((BLOCK,), reference.MASKED, jnp.float32)
+            total = jnp.zeros((BLOCK,), jnp.float32)
+            if has_sinks:  # a sink counts once, as a key without a value before all others
+                top = sinks_ref[0][head] + jnp.where(begun, reference.MASKED, 0.0)
+                total = total + jnp.where(begun, 0.0, 1.0)
+            out = jnp.zeros((BLOCK, head_dim), jnp.float32)
+            out, top, total = lax.fori_loop(0, todo, multiply, (out, top, total))
             plgpu.barrier_arrive(queries_free.at[buffer])
-            plgpu.wait_smem_to_gmem(0)  # of the segment before
-            out_smem[...] = out
-            plgpu.commit_smem()
-            slot = place * num_kv_heads + head + worker
-            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows)], out_ref.at[slot])
-            top_ref[slot] = top
-            total_ref[slot] = total
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the segment before
+            out = out * lax.broadcast_in_dim(1 / total, out.shape, (0,))
+
+            @pl.when(jnp.logical_not(begun | goes_on))
+            def _():
+                whole_smem[...] = out.astype(whole_smem.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    whole_smem.at[pl.ds(0, rows)],
+                    out_ref.at[row, head, pl.ds(0, rows)],
+                )
+
+            @pl.when(begun | goes_on)
+            def _():
+                slot = 2 * worker + jnp.where(begun, 0, 1)
+                part_smem[...] = out
+                plgpu.commit_smem()
+                for column in range(head_dim // LANES):
+                    plgpu.copy_smem_to_gmem(
+                        part_smem.at[pl.ds(0, rows), pl.ds(column * LANES, LANES)],
+                        part_ref.at[slot, column],
+                    )
+                lse = top + jnp.log2(total)
+                part_lse_ref[slot] = lax.broadcast_in_dim(lse, (BLOCK, LANES), (0,))
+
             return next_place, next_head, first_ref[next_place], done + todo
 
         lax.fori_loop(0, segments, segment, (start_place, start_head, start_block, jnp.int32(0)))
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,6 +1,8 @@
 """Chunks of queries against paged keys and values on a Hopper GPU (Pallas, Mosaic GPU).
 
-A call multiplies 4 x (queries x keys they see) x N x H; RATE.
+A call must do 4 N H floating-point operations for each pair of a query and a key that it sees. No
+rate is claimed before it has run on the device; ptxas (13.5, for sm_90a) gives it 168 registers at
+launch and no spills, and its inner loop is 491 instructions for 64 queries by 128 keys.
 
 A tile is 128 neighbouring tokens of one row under one query head, so that queries come from and
 outputs go to [T, N, H] as it lies, for any number of queries per kv head. Tiles begin at multiples
@@ -39,7 +41,12 @@ TILE = 128  # tokens of a tile: two warpgroups of 64
 WARPGROUP_ROWS = 64
 ALIGNMENT = 8  # tokens
 LEAST = -1e20  # where maxima start: above -inf, so that a row that sees nothing yet makes no NaN
+# Of a thread. A launch gives 384 threads 168 each; asking for more in all would wait for ever.
+COMPUTE_REGISTERS, MOVER_REGISTERS = 240, 24
+assert 2 * COMPUTE_REGISTERS + MOVER_REGISTERS <= 3 * 168
 PAGES_AT_ONCE = 4  # looked up; the warpgroup that copies has few registers
+OUT_COLUMNS = 16
+_Accumulator = plgpu.WGMMAAccumulatorRef
 LOG2_E = math.log2(math.e)
 SHARED_MEMORY_BYTES = 227 * 1024
 
@@ -77,10 +84,9 @@ class Config:
 
 
 def default_config(spec: AttentionSpec) -> Config:
-    """Blocks of 128 keys, as many as fit, at most 4."""
-    block_kv = 128
-    stages = 4 if spec.head_dim == 64 else 2
-    return Config(block_kv=block_kv, stages=stages)
+    """Blocks of 128 keys; of 64 under a window, whose ends a block then exceeds by less."""
+    block_kv = 64 if spec.sliding_window is not None and spec.page_size <= 64 else 128
+    return Config(block_kv=block_kv, stages=256 // block_kv * (128 // spec.head_dim))
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -89,8 +95,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
         return f"head width {spec.head_dim} (64 and 128 work)"
     if spec.kv_dtype not in ("bfloat16", "float16"):
         return f"a {spec.kv_dtype} cache (bfloat16 and float16 work)"
-    if spec.page_size not in (8, 16, 32, 64, 128):
-        return f"page size {spec.page_size} (8, 16, 32, 64 and 128 work)"
+    if spec.page_size not in (16, 32, 64, 128):
+        return f"page size {spec.page_size} (16, 32, 64 and 128 work)"
     return None
 
 
@@ -226,7 +232,10 @@ def attend_chunks(
 
 def _scratch(spec: AttentionSpec, config: Config, dtype) -> dict[str, Any]:
     """Shared memory, and barriers that order its use."""
-    layout = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    layout = (
+        plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    )
     rows, width = WARPGROUP_ROWS, spec.head_dim
     pages_per_block = config.block_kv // spec.page_size
     block = (config.stages, config.block_kv, width)
@@ -318,27 +327,28 @@ def _kernel(
 
     def each_item(do):
         """do(tile, head, round, step at which it begins) for this block's items; rounds, steps."""
-        num_items = num_tiles_ref[0] * spec.num_heads
-        block = lax.axis_index("block")
-        grid = config.num_blocks
+        block, grid = lax.axis_index("block"), config.num_blocks
 
-        def place(round_):
-            return jnp.where(lax.rem(round_, 2) == 0, block, grid - 1 - block)
+        def item_of(round_):
+            place = jnp.where(lax.rem(round_, jnp.int32(2)) == 0, block, grid - 1 - block)
+            item = round_ * grid + place
+            return item, item < num_tiles_ref[0] * spec.num_heads
 
-        rounds = _div(num_items, grid)
-        rounds += jnp.where(place(rounds) < lax.rem(num_items, jnp.int32(grid)), 1, 0)
-
-        def one(round_, begin):
-            item = round_ * grid + place(round_)
+        def one(carry):
+            round_, begin, _ = carry
+            item, _ = item_of(round_)
             tile = _read_tile(tiles_ref.at[_div(item, spec.num_heads)], block_kv, window)
             do(tile, lax.rem(item, jnp.int32(spec.num_heads)), round_, begin)
-            return begin + tile.steps
+            # Whether there is another is found out anew: its count would take a register.
+            _, more = item_of(round_ + 1)
+            return round_ + 1, begin + tile.steps, more
 
-        return rounds, lax.fori_loop(0, rounds, one, jnp.int32(0))
+        zero = jnp.int32(0)
+        return lax.while_loop(lambda carry: carry[2], one, (zero, zero, item_of(zero)[1]))[:2]
 
     @pl.when(warpgroup == 2)
     def _move():
-        plgpu.set_max_registers(32, action="decrease")
+        plgpu.set_max_registers(MOVER_REGISTERS, action="decrease")
         pages_per_block = block_kv // page_size
 
         def item(tile, head, round_, begin):
@@ -357,18 +367,18 @@ def _kernel(
 
                 def copy(which, smem, full, free):
                     pl.when(begin + j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    for i in range(pages_per_block):
-                        if i % PAGES_AT_ONCE == 0:
-                            pages = [
-                                page_table_ref[tile.row, jnp.minimum(entry + i + j, last_page)]
-                                for j in range(min(PAGES_AT_ONCE, pages_per_block))
-                            ]
-                        page = pages[i % PAGES_AT_ONCE]
-                        plgpu.copy_gmem_to_smem(
-                            kv_ref.at[page, :, 2 * kv_head + which],
-                            smem.at[slot, pl.ds(i * page_size, page_size)],
-                            full.at[slot],
-                        )
+                    for at in range(0, pages_per_block, PAGES_AT_ONCE):
+                        entries = range(at, min(at + PAGES_AT_ONCE, pages_per_block))
+                        pages = [
+                            page_table_ref[tile.row, jnp.minimum(entry + i, last_page)]
+                            for i in entries
+                        ]
+                        for i, page in zip(entries, pages, strict=True):
+                            plgpu.copy_gmem_to_smem(
+                                kv_ref.at[page, :, 2 * kv_head + which],
+                                smem.at[slot, pl.ds(i * page_size, page_size)],
+                                full.at[slot],
+                            )
 
                 copy(0, k_smem, k_full, k_free)
                 copy(1, v_smem, v_full, v_free)
@@ -418,7 +428,7 @@ def _kernel(
 
             plgpu.barrier_wait(k_full.at[slot])
             take_turn()
-            scores = pl.run_scoped(product, plgpu.ACC((rows, block_kv), jnp.float32))
+            scores = pl.run_scoped(product, _Accumulator((rows, block_kv), jnp.float32))
             plgpu.barrier_arrive(k_free.at[slot])
             return scores
 
@@ -442,7 +452,7 @@ def _kernel(
                 plgpu.wgmma(fresh, weights_smem.at[warpgroup], values)
                 return fresh[...]
 
-            return out + pl.run_scoped(product, plgpu.ACC((rows, width), jnp.float32))
+            return out + pl.run_scoped(product, _Accumulator((rows, width), jnp.float32))
 
         def item(tile, head, round_, begin):
             parity = lax.rem(round_, jnp.int32(2))
@@ -584,7 +594,11 @@ def _kernel(
             out = out * _across(1 / total, out.shape)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
-            my_out[...] = out.astype(dtype)
+            out = out.astype(dtype)
+            # In parts, so that few addresses are kept in registers from item to item.
+            for column in range(0, width, OUT_COLUMNS):
+                part = slice(column, column + OUT_COLUMNS)
+                my_out[:, part] = out[:, part]
             plgpu.commit_smem()
 
             def store(row, count):
@@ -610,13 +624,13 @@ def _kernel(
 
     @pl.when(warpgroup < 2)
     def _compute():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         if config.take_turns:
             plgpu.barrier_arrive(turn.at[1 - warpgroup], predicate=warpgroup == 1)
         if config.interpretable:
             compute(None)
         else:
-            pl.run_scoped(compute, plgpu.ACC((rows, width), jnp.float32))
+            pl.run_scoped(compute, _Accumulator((rows, width), jnp.float32))
 
 
 def _div(a, b: int):

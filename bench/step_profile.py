@@ -1,6 +1,6 @@
 """Where a decode step's time goes on the device: kernels by name, and the gaps between them.
 
-Run: python -m bench.profile MODEL [--load-format dummy] [--batches 1,64] [--tokens 64]
+Run: python -m bench.step_profile MODEL [--load-format dummy] [--batches 1,64] [--tokens 64]
 Kernel times come from JAX's profiler, under which XLA doesn't use command buffers: gaps are larger
 than in service.
 """
@@ -97,7 +97,7 @@ def main() -> None:
         device = llm.info.device_kind
         if llm.info.platform == "cpu":
             device = record.cpu_name()
-    record.store("profile", device, figures)
+    record.store("step_profile", device, figures)
 
 
 if __name__ == "__main__":
