@@ -51,12 +51,15 @@ def attend(
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     rows_kernel: Callable[..., Array] | None = None,
+    chunks_kernel: Callable[..., Array] | None = None,
 ) -> Float[Array, "T N H"]:
     """Softmax attention of each query over the cached tokens of its row, up to its own position.
 
-    rows_kernel: a kernel that takes the place of this module's `attend_rows`.
+    rows_kernel, chunks_kernel: kernels that take the place of this module's `attend_rows` and
+    `attend_chunks`.
     """
     rows_kernel = rows_kernel or attend_rows
+    chunks_kernel = chunks_kernel or attend_chunks
     options = {"sm_scale": sm_scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
     if kind == "decode":
         return rows_kernel(q, kv_pages, meta.page_table, meta.kv_lens, sinks=sinks, **options)
@@ -67,7 +70,7 @@ def attend(
         q[:num_rows], kv_pages, meta.page_table[:num_rows], lens, sinks=sinks, **options
     )
     out = jnp.zeros_like(q).at[:num_rows].set(single)
-    return attend_chunks(q, out, kv_pages, meta, sinks=sinks, **options)
+    return chunks_kernel(q, out, kv_pages, meta, sinks=sinks, **options)
 
 
 def attend_rows(

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention import AttentionSpec, gpu, paged_attention, reference, write_kv
+from pallas_kernels.paged_attention import (
+    AttentionSpec,
+    gpu,
+    gpu_prefill,
+    paged_attention,
+    reference,
+    write_kv,
+)
 from pallas_kernels.paged_attention.cases import Case, make_inputs
 
 SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
@@ -62,7 +69,7 @@ def test_ragged_rows_over_few_and_many_workers(window, workers):
 )
 def test_head_shapes_page_sizes_and_no_races(heads, kv_heads, head_dim, page_size, dtype):
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-    case = Case("", ((1, 200), (1, 70)), **sizes, page_size=page_size)
+    case = Case("", ((1, 200), (1, 70)), **sizes, page_size=page_size, padding_rows=1)
     check(case, gpu.Config(workers=3, stages=2, query_buffers=1), races=True)
 
 
@@ -71,8 +78,10 @@ def test_soft_cap_and_sinks():
     check(case, gpu.Config(workers=4, stages=3))
 
 
-def test_mixed_step_sends_chunks_through_the_reference(monkeypatch):
+def test_mixed_step_agrees_with_the_reference(monkeypatch):
     monkeypatch.setattr(gpu, "default_config", lambda spec: gpu.Config(workers=3, stages=2))
+    few = gpu_prefill.Config(num_blocks=2)
+    monkeypatch.setattr(gpu_prefill, "default_config", lambda spec: few)
     case = Case("", ((1, 130), (1, 20), (40, 90)), **SMALL, padding_rows=1, padding_tokens=3)
     q, k, v, kv_pages, meta, _ = make_inputs(case)
     call = functools.partial(paged_attention, sm_scale=0.1, kind="mixed")

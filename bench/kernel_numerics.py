@@ -1,0 +1,63 @@
+"""The GPU kernels of paged attention against the reference, on the card: largest difference by case.
+
+Run: python -m bench.kernel_numerics
+Cache that holds no token is NaN. Exits with 1 where a difference is over what 16-bit outputs round.
+"""
+
+import jax.numpy as jnp
+
+from bench import record
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.cases import Case, make_inputs
+
+TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
+ROWS = ((1, 700), (1, 33), (1, 1), (1, 4097), (1, 64))
+CHUNKS = ((1, 700), (1, 33), (300, 1000), (5, 5), (129, 640))
+CASES = [
+    *(
+        Case(f"decode, {heads} heads over {kv_heads}, width {width}", ROWS, heads, kv_heads, width,
+             padding_rows=2)
+        for heads, kv_heads, width in (
+            (8, 8, 128), (16, 8, 128), (9, 3, 64), (32, 8, 128), (20, 4, 128), (14, 2, 64),
+            (20, 2, 128), (16, 1, 128), (8, 4, 256),
+        )
+    ),
+    Case("decode, page 64, f16", ROWS, 32, 8, 128, page_size=64, dtype="float16"),
+    Case("decode, window", ROWS, 32, 8, 128, sliding_window=100),
+    Case("decode, soft cap and sinks", ROWS, 64, 8, 64, soft_cap=30.0, sinks=True),
+    Case("mixed", CHUNKS, 32, 8, 128, padding_rows=2, padding_tokens=9),
+    Case("mixed, 9 heads over 3", CHUNKS, 9, 3, 64, padding_tokens=1),
+    Case("mixed, window", CHUNKS, 32, 8, 128, sliding_window=200),
+    Case("mixed, soft cap and sinks, page 128", CHUNKS, 32, 8, 128, soft_cap=30.0, sinks=True,
+         page_size=128),
+]  # fmt: skip
+
+
+def difference(case: Case) -> float:
+    q, k, v, kv_pages, meta, sinks = make_inputs(case)
+    kind = "decode" if all(queries == 1 for queries, _ in case.rows) else "mixed"
+    options = {
+        "sm_scale": case.head_dim**-0.5,
+        "kind": kind,
+        "sliding_window": case.sliding_window,
+        "soft_cap": case.soft_cap,
+        "sinks": sinks,
+    }
+    expected, _ = paged_attention(q, k, v, kv_pages, meta, **options)
+    out, _ = paged_attention(q, k, v, kv_pages, meta, impl="gpu", **options)
+    return float(jnp.max(jnp.abs(out.astype(jnp.float32) - expected.astype(jnp.float32))))
+
+
+def main() -> None:
+    found = {}
+    for case in CASES:
+        found[case.name] = difference(case)
+        print(f"{case.name}: {found[case.name]:.5f}", flush=True)
+    worst = [c.name for c in CASES if not found[c.name] <= TOLERANCE[c.dtype]]
+    record.store("kernel_numerics", "NVIDIA H200", {"largest difference": found})
+    if worst:
+        raise SystemExit(f"too far from the reference: {', '.join(worst)}")
+
+
+if __name__ == "__main__":
+    main()
