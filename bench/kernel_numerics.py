@@ -1,4 +1,4 @@
-"""The GPU kernels of paged attention against the reference, on the card: largest difference by case.
+"""The GPU kernels of paged attention against the reference, on the card, case by case.
 
 Run: python -m bench.kernel_numerics
 Cache that holds no token is NaN. Exits with 1 where a difference is over what 16-bit outputs round.
@@ -34,11 +34,10 @@ CASES = [
 
 
 def difference(case: Case) -> float:
-    q, k, v, kv_pages, meta, sinks = make_inputs(case)
-    kind = "decode" if all(queries == 1 for queries, _ in case.rows) else "mixed"
+    q, k, v, kv_pages, meta, sinks = make_inputs(case, poison=True)
     options = {
         "sm_scale": case.head_dim**-0.5,
-        "kind": kind,
+        "kind": case.kind,
         "sliding_window": case.sliding_window,
         "soft_cap": case.soft_cap,
         "sinks": sinks,
