@@ -3,7 +3,7 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 
-# The newest Python that fits: on PATH, else in pyenv's versions folder. A shim that can't run is passed over.
+# A Python that fits: on PATH, else in pyenv's versions folder. A shim that can't run is passed over.
 FIND_PYTHON = for p in python3.13 \
 	$$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.13*/bin/python3 \
 	         "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python3 2>/dev/null) python3.12 python3; do \
