@@ -17,6 +17,11 @@ def unsupported(impl: Implementation, platform: str, case: AttentionSpec) -> str
     return kernel.unsupported(case)
 
 
+def is_hopper(device_kind: str) -> bool:
+    """Whether it has wgmma and TMA as the GPU kernels use them."""
+    return any(name in device_kind for name in ("H100", "H200", "H800", "GH200"))
+
+
 def choose(platform: str, device_kind: str, case: AttentionSpec) -> Implementation:
     """The fastest implementation of paged attention that does `case` on this device.
 
@@ -30,9 +35,7 @@ def choose(platform: str, device_kind: str, case: AttentionSpec) -> Implementati
     if platform in ("gpu", "cuda"):
         from pallas_kernels.paged_attention import gpu
 
-        # wgmma and TMA as the kernel uses them are Hopper's
-        is_hopper = any(name in device_kind for name in ("H100", "H200", "H800", "GH200"))
-        return "gpu" if is_hopper and gpu.unsupported(case) is None else "reference"
+        return "gpu" if is_hopper(device_kind) and gpu.unsupported(case) is None else "reference"
     if platform == "cpu":
         return "reference"
     raise ValueError(f"platform is {platform!r}; allowed: cpu, gpu, tpu (device: {device_kind!r})")

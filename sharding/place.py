@@ -40,6 +40,12 @@ class Placement:
     def on_cpu(self) -> bool:
         return self.mesh.devices.flat[0].platform == "cpu"
 
+    @property
+    def device_kind(self) -> str | None:
+        """Of the one device, such as "NVIDIA H200"; None where there are several, whose kernels
+        only run under shard_map."""
+        return self.mesh.devices.flat[0].device_kind if self.mesh.size == 1 else None
+
     def sharding(self, axes: Axes) -> NamedSharding:
         """The sharding of an array with these dimensions (None: one without a name)."""
         layout = LAYOUTS[self.layout]

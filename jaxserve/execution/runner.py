@@ -8,6 +8,7 @@ sampled tokens.
 import concurrent.futures
 import dataclasses
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,12 @@ from jaxserve.types import ConfigError, TokenLogprobs
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+COMPILER_OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
+    ("gpu", "mixed"): {"xla_gpu_enable_command_buffer": ""},
+}
+"""By platform and kind of step. A command buffer is brought up to date before its first kernel may
+start: 2 ms for a prefill (H200, JAX 0.11.2), whose long kernels gain nothing from it."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what was compiled, how many are done, and of how many."""
@@ -136,7 +143,8 @@ class Runner:
         steps.sort(key=lambda shape: (shape.kind, shape.tokens), reverse=True)
         work: list[tuple[Callable[[Any], None], Any]] = [(self._compile_step, s) for s in steps]
         work += [(self._compile_sample, s) for s in self.buckets.samples()]
-        with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
+        workers = min(16, max(4, os.cpu_count() or 4))
+        with concurrent.futures.ThreadPoolExecutor(workers) as threads:
             futures = {threads.submit(function, shape): shape for function, shape in work}
             done = concurrent.futures.as_completed(futures)
             before = self.num_compiled
@@ -233,7 +241,8 @@ class Runner:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self._replicated)
 
     def _compile_step(self, shape: StepShape) -> None:
-        self._steps[shape] = self.lower_step(shape).compile()
+        options = COMPILER_OPTIONS.get((self._mesh.devices.flat[0].platform, shape.kind))
+        self._steps[shape] = self.lower_step(shape).compile(compiler_options=options)
 
     def lower_step(self, shape: StepShape) -> jax.stages.Lowered:
         """A step for the mesh's devices, which need not be here."""
@@ -276,7 +285,7 @@ class Runner:
             packed, last_token, shape, self.page_size
         )
 
-        def attend(layer_index, q, k, v, kv_pages, *, sliding_window, sm_scale):
+        def attend(q, k, v, kv_pages, *, sliding_window, sm_scale):
             return paged_attention(
                 q,
                 k,

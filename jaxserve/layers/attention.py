@@ -4,7 +4,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import linear
+from jaxserve.layers.linear import linear, linear_to_add
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parameter import parameter
 from jaxserve.layers.rope import rotate
@@ -69,11 +69,10 @@ class Attention(nnx.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q.reshape(q.shape[0], -1, q.shape[-1]), k, v  # [T, K, G, H] -> [T, N, H]
 
-    def output(self, o: Float[Array, "T N H"]) -> Float[Array, "T D"]:
-        """Back to model width: summed over heads, and over the devices that share them."""
+    def output(self, o: Float[Array, "T N H"]) -> Float[Array, "T D"] | Float[Array, "S T D"]:
+        """Back to model width, for `norm.Residual` to add: summed over heads, and over the devices
+        that share them."""
         weight = self.o.get_value()
         # As matrices: of three contracted dimensions XLA may change the order, copying the weight.
-        o = o.reshape(o.shape[0], -1)
-        x = linear(o, weight.reshape(weight.shape[0], -1), self.placement)
-        x = self.placement.constrain(x, ("tokens", "embed"))
-        return x if self.o_bias is None else x + self.o_bias.get_value()
+        o, matrix = o.reshape(o.shape[0], -1), weight.reshape(weight.shape[0], -1)
+        return linear_to_add(o, matrix, self.placement, self.o_bias)

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.decode_matmul.api import choose
+from pallas_kernels.decode_matmul.gpu import decode_matmul
 from sharding.place import Placement
 
 # With more rows both ways to write a product are equally fast on the CPU, and the transpose costs.
@@ -27,9 +30,52 @@ def linear(
     around again.
     """
     matrix = weight.reshape(-1, weight.shape[-1])
-    if placement.on_cpu and x.shape[0] <= _MAX_WEIGHT_FIRST_ROWS:
+    parts = _parts(x, matrix, placement)
+    if parts is not None:
+        product = sum(parts[1:], start=parts[0]).astype(out_dtype or x.dtype)
+    elif placement.on_cpu and x.shape[0] <= _MAX_WEIGHT_FIRST_ROWS:
         product = jnp.einsum("OI,TI->OT", matrix, x, preferred_element_type=out_dtype)
         product = jax.lax.optimization_barrier(product).T
     else:
         product = jnp.einsum("TI,OI->TO", x, matrix, preferred_element_type=out_dtype)
     return product.reshape(-1, *weight.shape[:-1])
+
+
+def linear_to_add(
+    x: Float[Array, "T inputs"],
+    weight: Float[Array, "outputs inputs"],
+    placement: Placement,
+    bias: nnx.Param | None,
+) -> Float[Array, "T outputs"] | Float[Array, "S T outputs"]:
+    """As `linear` and a bias, for `norm.Residual`: float32 parts where the product comes in such.
+
+    Inputs may be split over devices, whose sums are then added up.
+    """
+    parts = _parts(x, weight, placement) if bias is None else None
+    if parts is not None:
+        return parts
+    x = placement.constrain(linear(x, weight, placement), ("tokens", "embed"))
+    return x if bias is None else x + bias.get_value()
+
+
+def gated_linear(
+    x: Float[Array, "T inputs"],
+    weight: Float[Array, "outputs 2 inputs"],
+    placement: Placement,
+    *,
+    bias: Float[Array, "outputs 2"] | None = None,
+) -> Float[Array, "T outputs"]:
+    """silu(x gate) * (x up), of a weight that holds gate and up in pairs."""
+    config = choose(placement.device_kind, x.shape[0], weight.shape) if bias is None else None
+    if config is not None:
+        return decode_matmul(x, weight, config=config, gated=True)
+    pairs = linear(x, weight, placement)
+    if bias is not None:
+        pairs = pairs + bias
+    pairs = placement.constrain(pairs, ("tokens", "mlp", None))
+    return jax.nn.silu(pairs[..., 0]) * pairs[..., 1]
+
+
+def _parts(x, matrix, placement) -> Float[Array, "S T outputs"] | None:
+    config = choose(placement.device_kind, x.shape[0], matrix.shape)
+    return None if config is None else decode_matmul(x, matrix, config=config)

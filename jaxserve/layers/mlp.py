@@ -1,11 +1,10 @@
 """The gated feed-forward layer (SwiGLU, arXiv:2002.05202)."""
 
-import jax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import linear
+from jaxserve.layers.linear import gated_linear, linear_to_add
 from jaxserve.layers.parameter import parameter
 from sharding.place import Placement
 
@@ -27,12 +26,8 @@ class GatedMLP(nnx.Module):
         )
         self.down_bias = parameter((width,), ("embed",), dtype, fan_in=mlp_width) if bias else None
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate_up = linear(x, self.gate_up.get_value(), self.placement)
-        if self.gate_up_bias is not None:
-            gate_up = gate_up + self.gate_up_bias.get_value()
-        gate_up = self.placement.constrain(gate_up, ("tokens", "mlp", None))
-        x = jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]
-        x = linear(x, self.down.get_value(), self.placement)
-        x = self.placement.constrain(x, ("tokens", "embed"))
-        return x if self.down_bias is None else x + self.down_bias.get_value()
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"] | Float[Array, "S T D"]:
+        """For `norm.Residual` to add."""
+        bias = None if self.gate_up_bias is None else self.gate_up_bias.get_value()
+        x = gated_linear(x, self.gate_up.get_value(), self.placement, bias=bias)
+        return linear_to_add(x, self.down.get_value(), self.placement, self.down_bias)

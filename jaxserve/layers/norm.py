@@ -1,4 +1,6 @@
-"""Root-mean-square normalisation (arXiv:1910.07467)."""
+"""Root-mean-square normalisation (arXiv:1910.07467), and the residual stream that it reads."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,29 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxserve.layers.parameter import parameter
+from pallas_kernels.add_norm import gpu as add_norm
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """The residual stream, and what a layer has to add to it: the next norm does, in passing."""
+
+    hidden: Float[Array, "T D"]
+    addend: Float[Array, "T D"] | Float[Array, "S T D"] | None = None
+    """Of three dimensions: float32 parts whose sum is meant (see `linear_parts`)."""
+
+    def plus(self, addend: Float[Array, "..."]) -> "Residual":
+        assert self.addend is None
+        return Residual(self.hidden, addend)
+
+    def sum(self) -> Float[Array, "T D"]:
+        if self.addend is None:
+            return self.hidden
+        addend = self.addend
+        if addend.ndim == 3:
+            addend = jnp.sum(addend, axis=0).astype(self.hidden.dtype)
+        return self.hidden + addend
 
 
 class RMSNorm(nnx.Module):
@@ -20,3 +45,14 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return (wide * factor * self.scale.get_value().astype(jnp.float32)).astype(x.dtype)
+
+    def of_sum(self, stream: Residual) -> tuple[Residual, Float[Array, "T D"]]:
+        """The stream with its addend added, and its norm."""
+        parts = stream.addend
+        if parts is not None and parts.ndim == 3 and add_norm.unsupported(parts.shape[-1]) is None:
+            hidden, x = add_norm.add_norm(
+                stream.hidden, parts, self.scale.get_value(), eps=self.eps
+            )
+            return Residual(hidden), x
+        hidden = stream.sum()
+        return Residual(hidden), self(hidden)

@@ -13,7 +13,7 @@ from checkpoints.rules import Rule
 from jaxserve.layers import embedding, rope
 from jaxserve.layers.attention import Attention
 from jaxserve.layers.mlp import GatedMLP
-from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.norm import Residual, RMSNorm
 from jaxserve.layers.parameter import parameter
 from jaxserve.layers.stack import run_layers
 from jaxserve.models.config import ModelConfig
@@ -26,7 +26,6 @@ class Attend(Protocol):
 
     def __call__(
         self,
-        layer_index: int,
         q: Float[Array, "T N H"],
         k: Float[Array, "T K H"],
         v: Float[Array, "T K H"],
@@ -93,15 +92,18 @@ class Llama(nnx.Module):
         sm_scale = self.config.head_dim**-0.5
 
         def step(
-            index: int, layer: Block, hidden: jax.Array, pages: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
-            q, k, v = layer.attention.project(layer.attention_norm(hidden), cos, sin)
-            window = self.config.window(index)
-            o, pages = attend(index, q, k, v, pages, sliding_window=window, sm_scale=sm_scale)
-            hidden = hidden + layer.attention.output(o)
-            return hidden + layer.mlp(layer.mlp_norm(hidden)), pages
+            layer: Block, stream: Residual, pages: jax.Array, window: int | None
+        ) -> tuple[Residual, jax.Array]:
+            stream, x = layer.attention_norm.of_sum(stream)
+            q, k, v = layer.attention.project(x, cos, sin)
+            o, pages = attend(q, k, v, pages, sliding_window=window, sm_scale=sm_scale)
+            stream, x = layer.mlp_norm.of_sum(stream.plus(layer.attention.output(o)))
+            return stream.plus(layer.mlp(x)), pages
 
-        return run_layers(self.layers, hidden, kv, step)
+        stream = Residual(hidden)
+        windows = [self.config.window(index) for index in range(self.config.num_layers)]
+        stream, kv = run_layers(self.layers, stream, kv, windows, step)
+        return stream.sum(), kv
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Logits over the true vocabulary, float32, of rows of `forward`'s hidden states."""

@@ -82,7 +82,17 @@ def paged_attention(
 # Behind a jit of its own, so that a model's layers share one trace and one lowered kernel.
 @functools.partial(jax.jit, static_argnames=("sm_scale", "spec", "impl", "interpret"))
 def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, interpret):
-    kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
+    params = None
+    if impl == "gpu":
+        from jax.experimental.pallas import mosaic_gpu
+
+        from pallas_kernels.paged_attention import gpu, gpu_write
+
+        params = mosaic_gpu.InterpretGPUParams() if interpret else None
+    if impl == "gpu" and gpu_write.unsupported(*k.shape, kv_pages.dtype) is None:
+        kv_pages = gpu_write.write_kv(k, v, kv_pages, meta.slot_mapping, interpret=params)
+    else:
+        kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
     options = {
         "sm_scale": sm_scale,
         "kind": spec.kind,
@@ -97,11 +107,6 @@ def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, interpret):
 
         out = tpu.attend(q, kv_pages, meta, interpret=interpret, **options)
     else:
-        from jax.experimental.pallas import mosaic_gpu
-
-        from pallas_kernels.paged_attention import gpu
-
-        params = mosaic_gpu.InterpretGPUParams() if interpret else None
         out = gpu.attend(q, kv_pages, meta, interpret=params, **options)
     return out, kv_pages
 

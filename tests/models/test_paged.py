@@ -30,7 +30,7 @@ def serve(name, chunks, tensor=1):
     def step(leaves, kv, token_ids, positions, meta, kind):
         model = built.merge(leaves)
 
-        def attend(index, q, k, v, pages, *, sliding_window, sm_scale):
+        def attend(q, k, v, pages, *, sliding_window, sm_scale):
             return paged_attention(
                 *(q, k, v, pages, meta),
                 sm_scale=sm_scale,

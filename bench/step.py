@@ -1,0 +1,198 @@
+"""The bare decode step on the device, without engine or host loop: milliseconds by batch.
+
+Run: python -m bench.step MODEL_FOLDER [--batches 1,64,256] [--context 256] [--variants ours,xla]
+Random weights. Steps are sent one after the other without waiting; sampling is greedy.
+"""
+
+import argparse
+import collections
+import json
+import pathlib
+import re
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import record
+from bench.step_profile import device_events
+from jaxserve.config import MeshConfig
+from jaxserve.execution import runner as runners
+from jaxserve.execution import step
+from jaxserve.execution.buckets import Buckets, SampleKind, SampleShape, StepShape
+from jaxserve.layers import linear
+from jaxserve.models import registry
+from sharding.mesh import make_mesh
+
+PAGE_SIZE = 16
+PAGES = 256
+CHOOSE = linear.choose
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nograph": {"xla_gpu_enable_command_buffer": ""},
+    "cache99": {"xla_cmd_buffer_trace_cache_size": 99},
+    "skiptemp": {"xla_gpu_command_buffer_update_mode": "SKIP_TEMP"},
+    "nodsf": {"xla_gpu_enable_dynamic_slice_fusion": False},
+    "varemap": {"xla_gpu_enable_command_buffer_va_remapping": True},
+    "cublas": {"xla_gpu_enable_triton_gemm": False},
+}
+
+
+def variant(name: str) -> None:
+    """`ours`, or `xla`: without the kernels of our own for products and norms; then options of the
+    compiler, such as `ours+nograph`."""
+    jax.clear_caches()
+    base, *options = name.split("+")
+    linear.choose = CHOOSE if base == "ours" else lambda *_: None
+    chosen = {key: value for option in options for key, value in OPTIONS[option].items()}
+    for kind in ("decode", "mixed"):
+        runners.COMPILER_OPTIONS["gpu", kind] = chosen
+
+
+def measure(
+    model, mesh, leaves, batch: int, context: int, steps: int, profile: bool, tokens: int = 0
+) -> dict[str, Any]:
+    """A decode step of `batch` rows; with `tokens`, a prefill of that many in `batch` rows."""
+    pages = PAGES
+    shape = StepShape("mixed" if tokens else "decode", tokens or batch, batch, pages)
+    if tokens:
+        context = tokens // batch
+    runner = runners.Runner(
+        model,
+        mesh,
+        Buckets((batch,), (tokens,), batch, pages),
+        page_size=PAGE_SIZE,
+        kv_dtype=jnp.dtype(jnp.bfloat16),
+        attention="gpu",
+    )
+    needed = -(-(context + 1) // PAGE_SIZE)
+    runner.num_pages = batch * needed + 1
+    start = time.perf_counter()
+    runner._compile_step(shape)
+    sample_shape = SampleShape(SampleKind.GREEDY, batch)
+    runner._compile_sample(sample_shape)
+    compile_s = time.perf_counter() - start
+    runner.start(leaves)
+    parts = step.layout(shape)
+    packed = np.zeros(step.packed_size(shape), np.int32)
+    packed[parts["token_ids"]] = 5 if tokens else step.TOKEN_ON_DEVICE
+    packed[parts["query_start"]] = np.arange(batch + 1) * (context if tokens else 1)
+    packed[parts["kv_lens"]] = context
+    packed[parts["slots"]] = np.arange(batch)
+    packed[parts["num_decode_rows"]] = 0 if tokens else batch
+    table = packed[parts["page_table"]].reshape(batch, pages)
+    table[:, :needed] = 1 + np.random.default_rng(0).permutation(batch * needed).reshape(batch, -1)
+    sampling = np.zeros((len(step.SAMPLE_FIELDS), batch), np.int32)
+    sampling[0] = np.arange(batch)
+
+    def send():
+        logits, runner._kv = runner._steps[shape](
+            runner._leaves, runner._kv, runner._last_token, packed
+        )
+        sampled, runner._last_token = runner._samples[sample_shape](
+            logits, runner._last_token, sampling
+        )
+        sampled.tokens.copy_to_host_async()
+        return sampled.tokens
+
+    def run(count: int) -> None:
+        last = send()
+        for _ in range(count - 1):  # one step ahead, as the engine
+            last, before = send(), last
+            np.asarray(before)
+        np.asarray(last)
+
+    run(5)
+    kernels: dict[str, Any] = {}
+    if profile:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                run(10)
+            kernels = summary(device_events(folder), 10)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run(steps)
+        times.append((time.perf_counter() - start) / steps)
+    sends, single = [], []
+    for _ in range(10):
+        time.sleep(0.02)
+        start = time.perf_counter()
+        tokens_out = send()
+        sends.append(time.perf_counter() - start)
+        np.asarray(tokens_out)
+        single.append(time.perf_counter() - start)
+    runner.close()
+    return {
+        "send_ms": round(statistics.median(sends) * 1e3, 3),
+        "single_ms": round(statistics.median(single) * 1e3, 3),
+        "ms": round(statistics.median(times) * 1e3, 3),
+        "min_ms": round(min(times) * 1e3, 3),
+        "compile_s": round(compile_s, 1),
+        **kernels,
+    }
+
+
+def summary(events: list[tuple[str, int, int]], steps: int) -> dict[str, Any]:
+    """Microseconds a step by kernel, and idle ones."""
+    busy: collections.Counter[str] = collections.Counter()
+    count: collections.Counter[str] = collections.Counter()
+    gap, end = 0, None
+    for name, start, duration in events:
+        kind = re.sub(r"[_.]?\d+$", "", name)
+        busy[kind] += duration
+        count[kind] += 1
+        if end is not None and start > end:
+            gap += start - end
+        end = max(end or 0, start + duration)
+    kernels = {
+        kind: [round(total / steps / 1e3, 1), round(count[kind] / steps, 1)]
+        for kind, total in busy.most_common(22)
+    }
+    total = round(sum(busy.values()) / steps / 1e3, 1)
+    return {"busy_us": total, "gap_us": round(gap / steps / 1e3, 1), "kernels": kernels}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=pathlib.Path)
+    parser.add_argument("--batches", default="1,8,32,64,128,256")
+    parser.add_argument("--variants", default="ours,xla")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--prefill", default="", help="such as 1x2048")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    config = json.loads((arguments.model / "config.json").read_text())
+    if arguments.layers:
+        config |= {"num_hidden_layers": arguments.layers}
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    model = registry.build(config, mesh, "tensor", jnp.bfloat16)
+    params = model.random_params(0)
+    leaves = [params[name] for name in model.abstract]
+    jax.block_until_ready(leaves)
+    figures: dict[str, Any] = {}
+    for name in arguments.variants.split(","):
+        variant(name)
+        cases = [(f"batch {b}", int(b), 0) for b in filter(None, arguments.batches.split(","))]
+        for case in filter(None, arguments.prefill.split(",")):
+            rows, length = map(int, case.split("x"))
+            cases.append((f"prefill {case}", rows, rows * length))
+        for key, batch, tokens in cases:
+            count = 5 if tokens else arguments.steps
+            got = measure(
+                model, mesh, leaves, batch, arguments.context, count, arguments.profile, tokens
+            )
+            figures.setdefault(name, {})[key] = got
+            print(name, key, json.dumps(got), flush=True)
+    record.store("step", jax.devices()[0].device_kind, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Which products of a decode step run in a kernel of our own, and how their work is cut."""
+
+import functools
+
+from pallas_kernels import dispatch
+from pallas_kernels.decode_matmul.gpu import Config
+
+MAX_ROWS = 128
+"""With more, operations cost more than bytes, and XLA's product is as fast."""
+MULTIPROCESSORS = 132
+
+# Measured on an H200 (bench/decode_matmul.py): device kind -> shape of the weight -> Config.
+TUNED: dict[str, dict[tuple[int, ...], Config]] = {
+    "NVIDIA H200": {
+        (6144, 4096): Config(96, 64, 2),
+        (4096, 4096): Config(128, 64, 4),
+        (14336, 2, 4096): Config(112, 64),
+        (4096, 14336): Config(128, 64, 4),
+    }
+}
+
+
+@functools.cache
+def choose(device_kind: str | None, rows: int, shape: tuple[int, ...]) -> Config | None:
+    """How a device multiplies `rows` rows with a weight [N, K], or a gated one [N, 2, K]; None
+    where the product is XLA's.
+
+    What the table doesn't have is cut so that the blocks come close to one whole wave.
+    """
+    outputs, inputs = shape[0], shape[-1]
+    gated = len(shape) == 3
+    if device_kind is None or not dispatch.is_hopper(device_kind) or rows > MAX_ROWS:
+        return None
+    if config := TUNED.get(device_kind, {}).get(shape):
+        return config
+    if inputs % 64 or outputs * inputs < 1 << 22:
+        return None
+    best: tuple[float, Config] | None = None
+    for block_n in range(32, 129 if gated else 257, 16):
+        if outputs % block_n:
+            continue
+        for splits in (1,) if gated else (1, 2, 4, 8):
+            blocks = outputs // block_n * splits
+            if blocks <= 2 * MULTIPROCESSORS and inputs // splits >= 512:
+                waves = -(-blocks // MULTIPROCESSORS)
+                # a block's bytes: its weight, its rows, its parts
+                halves = 2 if gated else 1
+                cost = waves * (
+                    (halves * block_n + max(rows, 8)) * inputs / splits * 2 + rows * block_n * 4
+                )
+                if best is None or cost < best[0]:
+                    best = cost, Config(block_n, 64, splits)
+    return best and best[1]

@@ -1,0 +1,239 @@
+"""Products of few rows with a large weight on a Hopper GPU: Pallas Mosaic GPU kernels.
+
+A decode step multiplies 1 to 256 rows with every weight, so a product should take the time in which
+its weight is read and little else. Each thread block owns a tile of outputs and a share of the
+inputs, in one wave over the card, with a ring of copies in shared memory deep enough to keep memory
+busy; the weight is read once, the rows once a block (out of L2):
+
+                inputs K
+              +----+----+----+----+
+    outputs   | 0  | 1  | 2  | 3  |   `splits` shares of the inputs (split-K): their sums come out
+    N         +----+----+----+----+   as float32 parts that whoever reads them adds, since what
+              | 4  | 5  | 6  | 7  |   follows a product reads it all anyway (a norm, rotary
+              +----+----+----+----+   positions, a residual)
+
+Rows are the left side of a wgmma, 64 a warpgroup; what the rows past the last one hold is never
+written. Weights lie as checkpoints have them, outputs first.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+from jaxtyping import Array, Float
+
+plgpu: Any = mosaic_gpu  # whose annotations call its transforms abstract and its ACC private
+
+BLOCK_M = 64  # rows of a wgmma
+SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """block_n: outputs of a thread block (of each half where gated). block_k: inputs a copy.
+    splits: shares of the inputs. cluster: neighbours that share the copies of the rows."""
+
+    block_n: int
+    block_k: int = 64
+    splits: int = 1
+    cluster: int = 1
+    stages: int = 0
+
+    def num_stages(self, rows: int, halves: int) -> int:
+        """Copies in flight: as many as shared memory holds."""
+        stage = (rows + halves * self.block_n) * self.block_k * 2
+        return min(self.stages or 12, (SHARED_BYTES - 2048) // stage)
+
+
+# Behind a jit of its own, so that a model's layers share one lowered kernel.
+@functools.partial(jax.jit, static_argnames=("config", "gated", "interpret"))
+def decode_matmul(
+    x: Float[Array, "M K"],
+    weight: Float[Array, "*halves N K"],
+    *,
+    config: Config,
+    gated: bool = False,
+    interpret: Any = None,
+) -> Float[Array, "..."]:
+    """x times the weight's transpose: float32 parts [splits, M, N] whose sum it is.
+
+    gated: the weight is [N, 2, K], and the result silu(x gate) * (x up), [M, N] in x's dtype.
+    """
+    num_rows, inputs = x.shape
+    outputs, halves = weight.shape[0], 2 if gated else 1
+    assert weight.shape[-1] == inputs, (x.shape, weight.shape)
+    assert inputs % config.block_k == 0, (inputs, config)
+    assert outputs % (config.block_n * config.cluster) == 0, (outputs, config)
+    assert not gated or config.splits == 1
+    warpgroups = 1 if num_rows <= BLOCK_M else 2
+    block_m = BLOCK_M * math.ceil(num_rows / (BLOCK_M * warpgroups))  # rows of a warpgroup
+    rows = block_m * warpgroups
+    out_dtype = x.dtype if gated else jnp.float32
+    stages = config.num_stages(rows, halves)
+    assert stages >= 2, config
+    # Copies move 8 rows at least; they may reach past an array's end, though not interpreted.
+    copied = min(rows, 8 * math.ceil(num_rows / 8))
+    if interpret is not None:
+        x = jnp.pad(x, ((0, copied - num_rows), (0, 0)))
+    swizzle = plgpu.find_swizzle(config.block_n * jnp.dtype(out_dtype).itemsize * 8)
+    lanes = swizzle // jnp.dtype(out_dtype).itemsize
+    tiled = _tiled(min(128, config.block_k * 2), 2)
+    shape = (len(x) if gated else config.splits, len(x), outputs)[1 if gated else 0 :]
+    free: Any = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+    if config.cluster > 1:
+        free = plgpu.ClusterBarrier(
+            collective_axes=("member",), num_arrivals=warpgroups, num_barriers=stages
+        )
+    x_smem = plgpu.SMEM((stages, rows, config.block_k), x.dtype, transforms=tiled)
+    weight_smem = plgpu.SMEM((stages, config.block_n, config.block_k), x.dtype, transforms=tiled)
+    out_smem = plgpu.SMEM(
+        (rows, config.block_n),
+        out_dtype,
+        transforms=(plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(swizzle)),
+    )
+    scratch = {
+        "smem": plgpu.RefUnion([x_smem, *[weight_smem] * halves], out_smem),
+        "full": plgpu.Barrier(num_arrivals=1 + halves, num_barriers=stages),
+        "free": free,
+        "done": plgpu.Barrier(num_arrivals=warpgroups),
+    }
+    cluster = {}
+    if config.cluster > 1:
+        cluster = {"cluster": (config.cluster,), "cluster_names": ("member",)}
+    out = plgpu.kernel(
+        functools.partial(
+            _block,
+            copied=copied,
+            block_m=block_m,
+            warpgroups=warpgroups,
+            config=config,
+        ),
+        out_type=jax.ShapeDtypeStruct(shape, out_dtype),
+        scratch_types=scratch,
+        grid=(config.splits, outputs // (config.block_n * config.cluster)),
+        grid_names=("split", "tile"),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="decode_matmul_gated" if gated else "decode_matmul",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
+        ),
+        **cluster,
+        **({"interpret": interpret} if interpret is not None else {}),
+    )(x, weight)
+    return out[..., :num_rows, :]
+
+
+def _tiled(swizzle: int, itemsize: int) -> tuple[Any, Any]:
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def _block(
+    x_ref,
+    weight_ref,
+    out_ref,
+    smem,
+    full,
+    free,
+    done,
+    copied,
+    block_m,
+    warpgroups,
+    config,
+):
+    (x_smem, *weight_smem), out_smem = smem
+    split, tile = lax.axis_index("split"), lax.axis_index("tile")
+    if config.cluster > 1:
+        tile = tile * config.cluster + lax.axis_index("member")
+    warpgroup = lax.axis_index("warpgroup")
+    stages, block_n, block_k = full.shape[0], config.block_n, config.block_k
+    num_blocks = weight_ref.shape[-1] // block_k
+    first = lax.div(split * num_blocks, jnp.int32(config.splits))
+    count = lax.div((split + 1) * num_blocks, jnp.int32(config.splits)) - first
+    first_out = tile * block_n
+
+    @pl.when(warpgroup == warpgroups)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def load(i, _):
+            stage = lax.rem(i, jnp.int32(stages))
+            inputs = pl.ds((first + i) * block_k, block_k)
+
+            @pl.when(i >= stages)
+            def _():
+                plgpu.barrier_wait(free.at[stage])
+
+            for half, smem in enumerate(weight_smem):
+                outputs = pl.ds(first_out, block_n)
+                source = (
+                    weight_ref.at[outputs, inputs]
+                    if len(weight_smem) == 1
+                    else weight_ref.at[outputs, half, inputs]
+                )
+                plgpu.copy_gmem_to_smem(source, smem.at[stage], full.at[stage])
+            plgpu.copy_gmem_to_smem(
+                x_ref.at[pl.ds(0, copied), inputs],
+                x_smem.at[stage, pl.ds(0, copied)],
+                full.at[stage],
+                collective_axes="member" if config.cluster > 1 else None,
+            )
+            return ()
+
+        lax.fori_loop(0, count, load, ())
+
+        # Leave only when all that was sent has been consumed.
+        def drain(i, _):
+            plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(stages))])
+            return ()
+
+        lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, ())
+
+    @pl.when(warpgroup < warpgroups)
+    def _():
+        registers = 232 if warpgroups == 2 else 240
+        plgpu.set_max_registers(registers, action="increase")
+        rows = pl.ds(warpgroup * block_m, block_m)
+
+        def products(*accs):
+            def multiply(i, _):
+                stage = lax.rem(i, jnp.int32(stages))
+                plgpu.barrier_wait(full.at[stage])
+                for acc, smem in zip(accs, weight_smem, strict=True):
+                    plgpu.wgmma(acc, x_smem.at[stage, rows], smem.at[stage].transpose((1, 0)))
+                plgpu.wgmma_wait(len(accs))
+
+                @pl.when(i > 0)  # the block before has been read
+                def _():
+                    plgpu.barrier_arrive(free.at[lax.rem(i - 1, jnp.int32(stages))])
+
+                return ()
+
+            lax.fori_loop(0, count, multiply, ())
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(free.at[lax.rem(count - 1, jnp.int32(stages))])
+            return [acc[...] for acc in accs]
+
+        shape = plgpu.ACC((block_m, block_n), jnp.float32)
+        out, *up = pl.run_scoped(products, *[shape] * len(weight_smem))
+        if up:
+            out = out * (1 / (1 + jnp.exp(-out))) * up[0]
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(done)  # nobody reads the ring any more, whose memory this is
+        out_smem[rows] = out.astype(out_smem.dtype)
+        plgpu.commit_smem()
+        outputs = pl.ds(first_out, block_n)
+        written = min(block_m, copied)
+        target = (
+            out_ref.at[split, pl.ds(warpgroup * block_m, written), outputs]
+            if len(weight_smem) == 1
+            else out_ref.at[pl.ds(warpgroup * block_m, written), outputs]
+        )
+        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(warpgroup * block_m, written)], target)
+        plgpu.wait_smem_to_gmem(0)
