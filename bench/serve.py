@@ -33,6 +33,8 @@ from jaxserve.entry.proto import jaxserve_pb2 as pb
 from jaxserve.entry.proto import jaxserve_pb2_grpc
 
 TIMEOUT_S = 600
+WARM_UP_REQUESTS = 4
+"""Sent before what is measured; `server_counters` has them too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +217,8 @@ async def run(arguments: argparse.Namespace, url: str, grpc_target: str | None) 
             transport = grpc_transport(channel)
         else:
             transport = http_transport(client, model)
+        warm_up = trace_requests(WARM_UP_REQUESTS, arguments.shrink, arguments.vocab, seed=1)
+        await closed_loop(transport, warm_up, len(warm_up))
         start_s = time.perf_counter()
         if arguments.rate is None:
             answers = await closed_loop(transport, requests, arguments.clients)
@@ -227,6 +231,7 @@ async def run(arguments: argparse.Namespace, url: str, grpc_target: str | None) 
         "model": model,
         "transport": arguments.transport,
         "shrink": arguments.shrink,
+        "warm_up_requests": WARM_UP_REQUESTS,
         **({"clients": arguments.clients} if arguments.rate is None else {"rate": arguments.rate}),
         **summary(answers, wall_s),
     }

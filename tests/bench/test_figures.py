@@ -1,5 +1,6 @@
 """What benches make of their measurements: percentiles, padding, the floor, comparisons, plots."""
 
+import importlib
 import json
 import math
 import sys
@@ -8,6 +9,7 @@ import pytest
 from server_fakes import fake_info
 
 from bench import compare, engines, latency, record
+from jaxserve.config import EngineConfig, MeshConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.types import BucketStats, EngineStats
 
@@ -25,6 +27,20 @@ def test_results_of_one_day_are_all_kept(monkeypatch, tmp_path, capsys):
     assert [json.loads(path.read_text())["figures"]["run"] for path in paths] == [0, 1, 2]
     assert len(set(paths)) == 3
     assert {path.parent.name for path in paths} == {"some-chip"}
+
+
+def test_engine_settings_are_flags_of_every_bench_that_starts_one(capsys):
+    parser = engines.engine_parser("doc", prefix_cache=False, max_num_seqs=16)
+    plain = engines.engine_config(parser.parse_args([]))
+    assert plain == EngineConfig(prefix_cache=False, max_num_seqs=16)
+    given = ["m", "--prefix-cache", "--tensor=2", "--load-format=dummy", "--memory-fraction=0.5"]
+    assert engines.engine_config(parser.parse_args(given)) == EngineConfig(
+        "m", load_format="dummy", max_num_seqs=16, memory_fraction=0.5, mesh=MeshConfig(tensor=2)
+    )
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--load-format=other"])
+    with pytest.raises(AssertionError, match="colour"):
+        engines.engine_parser("doc", colour=1)
 
 
 def test_padding_is_of_the_steps_between_two_readings():
@@ -195,6 +211,13 @@ def test_each_benchs_results_become_one_picture(monkeypatch, tmp_path, capsys):
         content = (tmp_path / f"{name}.png").read_bytes()
         assert content.startswith(b"\x89PNG")
         assert len(content) > 5000
+
+
+def test_plot_says_how_to_install_what_it_lacks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "bench.plot", raising=False)
+    with pytest.raises(SystemExit, match=r"pip install -e '.\[bench\]'"):
+        importlib.import_module("bench.plot")
 
 
 def test_bars_stand_where_their_group_is():
