@@ -37,7 +37,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Short hash of HEAD, with '+' when the tree differs from it; 'unknown' outside a checkout."""
+    """Short hash of HEAD, with '+' when the tree, results aside, differs from it; 'unknown' outside
+    a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -45,7 +46,8 @@ def commit() -> str:
         ).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+        changed = git("status", "--porcelain", "--", ":/", ":(exclude,top)bench/results")
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (FileNotFoundError, subprocess.CalledProcessError):
         return "unknown"
 
