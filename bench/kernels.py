@@ -40,10 +40,9 @@ def seconds(call, repeats: int) -> list[float]:
     return times
 
 
-def peaks(platform: str, repeats: int) -> dict[str, float]:
-    """Bytes/s of a copy (read and write both counted) and FLOP/s of a matrix product, best seen."""
-    on_cpu = platform == "cpu"
-    x = jnp.ones((64 << 20) if on_cpu else (512 << 20), jnp.float32)
+def copy_rate(platform: str, repeats: int) -> float:
+    """Bytes/s of a copy, read and write both counted, best seen."""
+    x = jnp.ones((64 << 20) if platform == "cpu" else (512 << 20), jnp.float32)
     bytes_read_and_written = 2 * x.nbytes
     copy = jax.jit(lambda x: x + 1, donate_argnums=0)
     state = [x]
@@ -53,12 +52,15 @@ def peaks(platform: str, repeats: int) -> dict[str, float]:
         state[0] = copy(state[0])
         return state[0]
 
-    bytes_s = bytes_read_and_written / min(seconds(step, repeats))
-    state.clear()
-    n, dtype = (2048, jnp.float32) if on_cpu else (8192, jnp.bfloat16)
+    return bytes_read_and_written / min(seconds(step, repeats))
+
+
+def matmul_rate(platform: str, repeats: int) -> float:
+    """FLOP/s of a matrix product, best seen."""
+    n, dtype = (2048, jnp.float32) if platform == "cpu" else (8192, jnp.bfloat16)
     a = jnp.ones((n, n), dtype)
     product = jax.jit(lambda a: a @ a)
-    return {"bytes_s": bytes_s, "flops_s": 2 * n**3 / min(seconds(lambda: product(a), repeats))}
+    return 2 * n**3 / min(seconds(lambda: product(a), repeats))
 
 
 def spec_of(case: Case) -> AttentionSpec:
@@ -147,7 +149,10 @@ def main() -> None:
     impls: list[Implementation] = [
         impl for impl in IMPLEMENTATIONS if impl in arguments.impls.split(",")
     ]
-    peak = peaks(device.platform, arguments.repeats)
+    peak = {
+        "bytes_s": copy_rate(device.platform, arguments.repeats),
+        "flops_s": matmul_rate(device.platform, arguments.repeats),
+    }
     figures = {}
     for case in CASES:
         if not re.search(arguments.cases, case.name):

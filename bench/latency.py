@@ -1,18 +1,37 @@
 """Decode steps and prefill through `LLM.generate`, whole loop counted: batch by batch, offline.
 
-Run: python -m bench.latency MODEL [--load-format dummy] [--batches 1,8,32] [--prefill
+Run: python -m bench.latency [MODEL] [--load-format dummy] [--batches 1,8,32] [--prefill
 1x2048,8x2048] A step is (time for `--long` tokens - time for `--short`) / the difference, so that
 prefill is left out.
+
+The floor of a decode step is the bytes that it must read, at the rate that the device copies at:
+    (weights + batch x context x KV bytes of a token) / (devices x rate)
+- weights: all but an embedding that isn't also the output's: of that a step reads a row a sequence
+- context: the mean over the steps that are timed, input + (short + long) / 2; in a layer with a
+  sliding window, the window at most
+- rate: 4.3 TB/s for an H200; elsewhere a large copy's, read and write counted, in the same run
+`share_of_floor` is floor / measured: 1 is all that the memory could do.
 """
 
 import argparse
+import gc
 import statistics
 import time
 from typing import Any
 
-from bench import record
+import numpy as np
+
+from bench import engines, record
+from bench.kernels import copy_rate
 from bench.trace import make_prompts
+from checkpoints.resolve import resolve
 from jaxserve import LLM, SamplingParams
+from jaxserve.models.config import ModelConfig
+from jaxserve.types import EngineInfo
+
+COPY_RATE = {"NVIDIA H200": 4.3e12}
+"""Bytes/s, by device kind."""
+COPY_REPEATS = 5
 
 
 def generate_s(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
@@ -21,8 +40,29 @@ def generate_s(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
     return time.perf_counter() - start
 
 
+def step_bytes(info: EngineInfo, model: ModelConfig, batch: int, context: float) -> float:
+    """Bytes that a decode step must read, over all devices (the module's docstring says why)."""
+    weight_bytes = info.weight_bytes
+    if not model.tie_word_embeddings:
+        itemsize = 4 if info.dtype == "float32" else 2
+        weight_bytes -= (info.vocab_size - batch) * model.hidden_size * itemsize
+    token_bytes = info.kv_bytes / ((info.num_pages + 1) * info.page_size)  # page 0 is counted too
+    windows = [model.window(layer) or context for layer in range(model.num_layers)]
+    return weight_bytes + batch * token_bytes * float(np.mean(np.minimum(windows, context)))
+
+
+def add_floor(decode: dict[str, Any], rate: float, num_devices: int) -> None:
+    """Adds `floor_ms` and `share_of_floor` to what was measured batch by batch."""
+    for figures in decode.values():
+        floor_ms = figures["step_bytes"] / (rate * num_devices) * 1e3
+        figures["floor_ms"] = round(floor_ms, 3)
+        figures["share_of_floor"] = round(floor_ms / figures["ms_per_step"], 3)
+
+
 def measure(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
     vocab = llm.info.vocab_size
+    model = ModelConfig.from_hf(resolve(arguments.model).config)
+    context = arguments.input_len + (arguments.short + arguments.long) / 2
     decode: dict[str, Any] = {}
     seed = 0
     for batch in map(int, filter(None, arguments.batches.split(","))):
@@ -38,6 +78,7 @@ def measure(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
         decode[f"batch {batch}"] = {
             "ms_per_step": round(step * 1e3, 3),
             "tokens_per_s": round(batch / step, 1),
+            "step_bytes": round(step_bytes(llm.info, model, batch, context)),
             "all_ms": [round(t * 1e3, 3) for t in times],
         }
         print(f"batch {batch}: {step * 1e3:.3f} ms a step", flush=True)
@@ -58,41 +99,27 @@ def measure(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--attention", default="auto")
+    parser = engines.engine_parser(__doc__, prefix_cache=False)
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--prefill", default="")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--short", type=int, default=16)
     parser.add_argument("--long", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--max-num-seqs", type=int)
-    parser.add_argument("--max-batched-tokens", type=int)
     arguments = parser.parse_args()
-    with LLM(
-        arguments.model,
-        load_format=arguments.load_format,
-        attention=arguments.attention,
-        max_model_len=arguments.max_model_len,
-        max_num_seqs=arguments.max_num_seqs,
-        max_batched_tokens=arguments.max_batched_tokens,
-        prefix_cache=False,
-        on_progress=lambda progress: print(progress.stage, progress.text, flush=True),
-    ) as llm:
+    with engines.start(engines.engine_config(arguments)) as llm:
         info = llm.info
         figures = measure(llm, arguments)
-    device = record.cpu_name() if info.platform == "cpu" else info.device_kind
-    figures["start"] = {
-        "startup_s": round(info.startup_s, 1),
-        "compile_s": round(info.compile_s, 1),
-        "num_compiled": info.num_compiled,
-        "num_pages": info.num_pages,
-        "attention": info.attention,
-    }
-    record.store("latency", device, figures)
+    rate = COPY_RATE.get(info.device_kind)
+    if rate is None:
+        gc.collect()  # whatever the engine still held on the device
+        rate = copy_rate(info.platform, COPY_REPEATS)
+    add_floor(figures["decode"], rate, int(np.prod(list(info.mesh.values()))))
+    for batch, found in figures["decode"].items():
+        print(f"{batch}: {found['share_of_floor']:.1%} of the floor, {found['floor_ms']:.3f} ms")
+    figures["copy_rate_GB_s"] = round(rate / 1e9, 1)
+    figures["start"] = engines.start_figures(info)
+    record.store("latency", engines.device_name(info), figures)
 
 
 if __name__ == "__main__":

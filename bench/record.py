@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 
@@ -35,7 +37,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Short hash of HEAD, with '+' when the tree differs from it; 'unknown' outside a checkout."""
+    """Short hash of HEAD, with '+' when the tree, results aside, differs from it; 'unknown' outside
+    a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -43,7 +46,8 @@ def commit() -> str:
         ).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+        changed = git("status", "--porcelain", "--", ":/", ":(exclude,top)bench/results")
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (FileNotFoundError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -59,16 +63,15 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """p50, p90 and p99, in milliseconds."""
-    ordered = sorted(seconds)
+    """p50, p90 and p99, in milliseconds; between two measurements, interpolated."""
     return {
-        f"p{p}_ms": round(ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))] * 1e3, 2)
-        for p in (50, 90, 99)
+        f"p{p}_ms": round(float(np.percentile(np.array(seconds), p)) * 1e3, 2) for p in (50, 90, 99)
     }
 
 
 def store(name: str, device: str, figures: dict[str, Any]) -> pathlib.Path:
-    """Prints the figures and writes them to results/<device>/<date>-<commit>-<name>.json."""
+    """Prints the figures and writes them to results/<device>/<date>-<commit>-<name>.json; a result
+    that is there already is kept, and the new one numbered."""
     now = datetime.datetime.now(datetime.UTC)
     hash = commit()
     record = {
@@ -82,7 +85,11 @@ def store(name: str, device: str, figures: dict[str, Any]) -> pathlib.Path:
     }
     folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{now:%Y-%m-%d}-{hash.rstrip('+')}-{name}.json"
+    stem = f"{now:%Y-%m-%d}-{hash.rstrip('+')}-{name}"
+    path, count = folder / f"{stem}.json", 1
+    while path.exists():
+        count += 1
+        path = folder / f"{stem}-{count}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(figures, indent=1))
     print(f"stored in {path.relative_to(RESULTS.parent.parent)}")

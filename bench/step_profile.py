@@ -5,7 +5,6 @@ Kernel times come from JAX's profiler, under which XLA doesn't use command buffe
 than in service.
 """
 
-import argparse
 import collections
 import pathlib
 import re
@@ -14,7 +13,7 @@ from typing import Any
 
 import jax
 
-from bench import record
+from bench import engines, record
 from bench.trace import make_prompts
 from jaxserve import LLM, SamplingParams
 
@@ -73,30 +72,16 @@ def measure(llm: LLM, batch: int, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--load-format", default="auto")
+    parser = engines.engine_parser(__doc__, prefix_cache=False)
     parser.add_argument("--batches", default="1,64")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--max-num-seqs", type=int)
-    parser.add_argument("--max-batched-tokens", type=int)
     arguments = parser.parse_args()
-    with LLM(
-        arguments.model,
-        load_format=arguments.load_format,
-        max_model_len=arguments.max_model_len,
-        max_num_seqs=arguments.max_num_seqs,
-        max_batched_tokens=arguments.max_batched_tokens,
-        prefix_cache=False,
-    ) as llm:
+    with engines.start(engines.engine_config(arguments)) as llm:
         figures = {
             f"batch {batch}": measure(llm, batch, arguments.tokens)
             for batch in map(int, arguments.batches.split(","))
         }
-        device = llm.info.device_kind
-        if llm.info.platform == "cpu":
-            device = record.cpu_name()
+        device = engines.device_name(llm.info)
     record.store("step_profile", device, figures)
 
 

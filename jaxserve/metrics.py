@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from jaxserve.types import EngineStats, FinishReason, Usage
+from jaxserve.types import BucketStats, EngineStats, FinishReason, Usage
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -78,6 +78,11 @@ COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.num_runtime_compiles,
     ),
 )
+BUCKET_COUNTERS: tuple[tuple[str, str, Callable[[BucketStats], float]], ...] = (
+    ("bucket_steps", "Steps that ran in this compiled shape.", lambda b: b.num_steps),
+    ("bucket_tokens", "Tokens that they computed.", lambda b: b.num_tokens),
+    ("bucket_padding_tokens", "Room for tokens that they left empty.", lambda b: b.num_padding),
+)
 
 
 class EngineCollector(Collector):
@@ -96,6 +101,12 @@ class EngineCollector(Collector):
         for name, help, value in COUNTERS:
             counter = CounterMetricFamily(f"jaxserve_{name}", help, labels=["model_name"])
             counter.add_metric(self._labels, value(stats))
+            yield counter
+        for name, help, value in BUCKET_COUNTERS:
+            labels = ["model_name", "kind", "size"]
+            counter = CounterMetricFamily(f"jaxserve_{name}", help, labels=labels)
+            for bucket in stats.buckets:
+                counter.add_metric([*self._labels, bucket.kind, str(bucket.size)], value(bucket))
             yield counter
 
 

@@ -344,6 +344,21 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     startup_s: float
 
 
+class BucketStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one compiled step shape was used for since the engine started."""
+
+    kind: Literal["decode", "mixed"]
+    size: int
+    """Tokens that a step of this shape has room for."""
+    num_steps: int
+    num_tokens: int
+    """Tokens that these steps computed; the rest of their room was padding."""
+
+    @property
+    def num_padding(self) -> int:
+        return self.size * self.num_steps - self.num_tokens
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's counters since it started, and its gauges now."""
 
@@ -364,3 +379,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0
     num_runtime_compiles: int = 0
     """Compilations after start-up: always 0, or it's a fault."""
+    buckets: tuple[BucketStats, ...] = ()
+    """Of the step shapes that were used."""

@@ -65,7 +65,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(
-            self._scheduler.stats(), num_runtime_compiles=self._runner.num_runtime_compiles
+            self._scheduler.stats(),
+            num_runtime_compiles=self._runner.num_runtime_compiles,
+            buckets=self._runner.bucket_stats,
         )
 
     def _read_pending(self) -> None:

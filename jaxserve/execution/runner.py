@@ -24,7 +24,7 @@ from jaxserve.execution.buckets import Buckets, SampleKind, SampleShape, StepSha
 from jaxserve.memory import kv_cache
 from jaxserve.models.registry import BuiltModel
 from jaxserve.scheduler.sequence import Batch
-from jaxserve.types import ConfigError, TokenLogprobs
+from jaxserve.types import BucketStats, ConfigError, TokenLogprobs
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -84,6 +84,7 @@ class Runner:
         self._kv_sharding = model.placement.sharding((None, None, "kv_heads", None))
         self._steps: dict[StepShape, Any] = {}
         self._samples: dict[SampleShape, Any] = {}
+        self._bucket_stats: dict[StepShape, BucketStats] = {}
         self._packer = step.Packer(buckets.max_num_seqs, buckets.pages)
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: tuple[jax.Array, ...] = ()
@@ -181,6 +182,11 @@ class Runner:
         return 0 if self._compiles is None else self._compiles.count
 
     @property
+    def bucket_stats(self) -> tuple[BucketStats, ...]:
+        """Of the step shapes that were used."""
+        return tuple(self._bucket_stats.values())
+
+    @property
     def kv_bytes(self) -> int:
         """Of the whole cache, over all devices."""
         return sum(pages.nbytes for pages in self._kv)
@@ -191,6 +197,10 @@ class Runner:
         """Sends the batch's step to the device: KV written, logits of each row's last token,
         f32[rows, V]."""
         shape = self.buckets.step(batch.kind, batch.num_tokens, len(batch.rows))
+        used = self._bucket_stats.get(shape) or BucketStats(shape.kind, shape.tokens, 0, 0)
+        self._bucket_stats[shape] = BucketStats(
+            shape.kind, shape.tokens, used.num_steps + 1, used.num_tokens + batch.num_tokens
+        )
         packed = self._packer.pack(batch, shape)
         logits, self._kv = self._steps[shape](self._leaves, self._kv, self._last_token, packed)
         return logits

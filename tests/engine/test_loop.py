@@ -134,6 +134,20 @@ def test_nothing_compiles_at_run_time(driver):
     assert driver.engine.stats().num_runtime_compiles == before
 
 
+def test_steps_are_counted_by_bucket(tmp_path):
+    engine = make(tmp_path)
+    engine.submit(list(range(3, 23)), max_tokens=4)
+    engine.submit(list(range(30, 42)), max_tokens=4)
+    engine.submit(list(range(50, 67)), max_tokens=1)
+    engine.finish()
+    stats = engine.engine.stats()
+    found = {(b.kind, b.size): (b.num_steps, b.num_tokens, b.num_padding) for b in stats.buckets}
+    # 20 + 12 tokens fill a step of 32; 2 + 17 take the next; then two steps of two
+    assert found == {("mixed", 32): (2, 51, 13), ("decode", 2): (2, 4, 0)}
+    assert stats.num_steps == 4
+    assert stats.computed_tokens == 55
+
+
 def test_a_compilation_at_run_time_is_counted(tmp_path):
     engine = make(tmp_path)
     jax.jit(lambda x: x * 3 + engine.info.startup_s)(np.ones(7))

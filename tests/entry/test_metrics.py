@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.metrics import Metrics
-from jaxserve.types import EngineStats, Usage
+from jaxserve.types import BucketStats, EngineStats, Usage
 
 NAMES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens",
@@ -56,6 +56,23 @@ def test_values_come_from_the_engine_and_the_observer():
     assert abs(found["jaxserve_inter_token_latency_seconds_sum"] - 0.4) < 1e-9
     assert found["jaxserve_request_success_total[stop]"] == 1
     assert found["jaxserve_request_generation_tokens_sum"] == 5
+
+
+def test_padding_is_told_by_bucket():
+    metrics = Metrics()
+    buckets = (BucketStats("decode", 4, 3, 10), BucketStats("mixed", 64, 2, 100))
+    metrics.serve("m", lambda: EngineStats(buckets=buckets))
+    found = {
+        (sample.name.removeprefix("jaxserve_bucket_"), sample.labels["kind"]): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+        if sample.labels.get("size") in ("4", "64")
+    }
+    assert found == {
+        ("steps_total", "decode"): 3, ("steps_total", "mixed"): 2,
+        ("tokens_total", "decode"): 10, ("tokens_total", "mixed"): 100,
+        ("padding_tokens_total", "decode"): 2, ("padding_tokens_total", "mixed"): 28,
+    }  # fmt: skip
 
 
 def test_a_new_engine_takes_over():

@@ -1,0 +1,92 @@
+"""Each bench that starts an engine, as its command runs it, on a tiny model with few requests."""
+
+import pytest
+
+from bench import record, trace
+
+LIMITS = ("--max-num-seqs=4", "--max-batched-tokens=32", "--num-pages=128", "--page-size=8")
+
+
+def test_throughput(run_bench, tiny_model):
+    result = run_bench("throughput", tiny_model, *LIMITS, "--requests=6", "--shrink=16")
+    figures = result["figures"]
+    load = [(len(p) // 16 or 1, n // 16 or 1) for p, n in trace.make_trace(6, 0, 101)]
+    assert figures["input_tokens"] == sum(prompt for prompt, _ in load)
+    assert figures["output_tokens"] == sum(length for _, length in load)
+    total_per_s = (figures["input_tokens"] + figures["output_tokens"]) / figures["wall_s"]
+    assert figures["total_tokens_per_s"] == pytest.approx(total_per_s, rel=0.05)
+    padding = figures["padding"]
+    # every prompt token and every generated one but the last of each request
+    assert padding["all"]["tokens"] == sum(prompt + length - 1 for prompt, length in load)
+    assert 0 < padding["all"]["padding_share"] < 1
+    assert set(padding["by kind"]) == {"decode", "mixed"}
+    steps = sum(found["steps"] for found in padding["by shape"].values())
+    assert steps == padding["all"]["steps"]
+
+
+def test_prefix(run_bench, tiny_model):
+    result = run_bench(
+        "prefix", tiny_model, *LIMITS, "--conversations=2", "--turns=2", "--system-len=24",
+        "--message-len=6", "--tasks=1", "--questions=3", "--shots-len=24", "--question-len=6",
+        "--answer-len=3",
+    )  # fmt: skip
+    for load, requests in (("multi-turn", 4), ("few-shot", 3)):
+        found = result["figures"][load]
+        on, off = found["cache on"], found["cache off"]
+        assert on["requests"] == off["requests"] == requests
+        assert on["prompt_tokens"] == off["prompt_tokens"] == off["computed_prompt_tokens"]
+        assert off["hit_rate"] == 0
+        cached = on["prompt_tokens"] - on["computed_prompt_tokens"]
+        assert on["hit_rate"] == round(cached / on["prompt_tokens"], 4)
+        assert cached >= 24  # the system prompt or the examples, three pages, once at the least
+        assert found["speedup"] == pytest.approx(off["wall_s"] / on["wall_s"], rel=0.01)
+
+
+def test_stall(run_bench, tiny_model):
+    result = run_bench(
+        "stall", tiny_model, *LIMITS, "--streams=2", "--long-len=120", "--long-prompts=2"
+    )
+    figures = result["figures"]
+    assert figures["chunked"]["max_batched_tokens"] == 32
+    assert figures["whole"]["max_batched_tokens"] == 122
+    for name in ("chunked", "whole"):
+        gaps = figures[name]["gaps"]
+        assert 0 < gaps["p50_ms"] <= gaps["p99_ms"] <= gaps["longest_ms"]
+    assert figures["longest gap, chunked over whole"] > 0
+
+
+def test_what_stall_could_not_show_is_refused(run_bench, tiny_model, capsys):
+    with pytest.raises(SystemExit):
+        run_bench("stall", tiny_model, *LIMITS, "--streams=2", "--long-len=32")
+    assert "nothing is chunked" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_bench("stall", tiny_model, *LIMITS, "--streams=4", "--long-len=64")
+    assert "wait for them" in capsys.readouterr().err
+
+
+def test_latency(run_bench, tiny_model):
+    result = run_bench(
+        "latency", tiny_model, *LIMITS, "--batches=1,4", "--prefill=2x40", "--input-len=16",
+        "--short=2", "--long=34", "--repeats=1",
+    )  # fmt: skip
+    decode = result["figures"]["decode"]
+    assert set(decode) == {"batch 1", "batch 4"}
+    for found in decode.values():
+        assert found["floor_ms"] >= 0
+        assert "share_of_floor" in found
+    # three more sequences: embedding rows of 32 floats; 34 tokens of KV, 2 layers x 8 heads of 4
+    more = decode["batch 4"]["step_bytes"] - decode["batch 1"]["step_bytes"]
+    assert more == 3 * (32 * 4 + 34 * 2 * 8 * 4 * 4)
+    assert result["figures"]["prefill"]["2x40"]["ms"] > 0
+
+
+def test_serve(run_bench, tiny_model):
+    limits = " ".join(LIMITS)
+    result = run_bench(
+        "serve", tiny_model, "--requests=6", "--shrink=16", "--vocab=101", "--rate=100",
+        "--transport=grpc", f"--serve-flags={limits}",
+    )  # fmt: skip
+    assert result["device"] == record.cpu_name()
+    figures = result["figures"]
+    assert (figures["answered"], figures["server_exit_code"]) == (6, 0)
+    assert figures["time_per_output_token"]["p99_ms"] > 0
