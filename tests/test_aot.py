@@ -19,6 +19,9 @@ from jaxserve.config import MeshConfig
 from jaxserve.execution.buckets import Buckets, StepShape
 from jaxserve.execution.runner import Runner
 from jaxserve.models import registry
+from pallas_kernels.add_norm.gpu import add_norm
+from pallas_kernels.decode_matmul.api import TUNED, choose
+from pallas_kernels.decode_matmul.gpu import decode_matmul
 from pallas_kernels.paged_attention import AttentionMeta, paged_attention
 from sharding.mesh import make_mesh
 
@@ -130,6 +133,33 @@ def test_tpu_copies_no_cache(name, impl, monkeypatch):
     abstract = AbstractDevice(device_kind=device.device_kind, platform="tpu", num_cores=1)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
         check_memory(*compile_decode(device, impl, 32, 8, 128, 16, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("rows", [1, 64, 128])
+@pytest.mark.parametrize("shape", [*TUNED["NVIDIA H200"], (5120, 5120), (8960, 2, 1536)])
+def test_h200_products_spill_nothing(shape, rows, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    mesh = make_mesh(MeshConfig(), h200())
+    whole = NamedSharding(mesh, PartitionSpec())
+    x, weight, parts, row = (
+        jax.ShapeDtypeStruct(dims, dtype, sharding=whole)
+        for dims, dtype in (
+            ((rows, shape[-1]), jnp.bfloat16),
+            (shape, jnp.bfloat16),
+            ((4, rows, 4096), jnp.float32),
+            ((rows, 4096), jnp.bfloat16),
+        )
+    )
+    product = functools.partial(
+        decode_matmul, config=choose("NVIDIA H200", rows, shape), gated=len(shape) == 3
+    )
+    assert (
+        jax.jit(product).lower(x, weight).compile().memory_analysis().temp_size_in_bytes < 1 << 20
+    )
+    scale = jax.ShapeDtypeStruct((4096,), jnp.bfloat16, sharding=whole)
+    jax.jit(functools.partial(add_norm, eps=1e-5)).lower(row, parts, scale).compile()
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
 
 
 @pytest.mark.parametrize(

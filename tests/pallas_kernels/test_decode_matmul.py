@@ -1,0 +1,97 @@
+"""Products of few rows: the GPU kernel in Pallas's interpreter against NumPy, and how work is
+cut."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu
+
+from jaxserve.layers import norm
+from pallas_kernels.decode_matmul.api import MAX_ROWS, MULTIPROCESSORS, choose
+from pallas_kernels.decode_matmul.gpu import Config, decode_matmul
+
+INTERPRET = mosaic_gpu.InterpretGPUParams()
+
+
+def arrays(rows, shape, seed=0):
+    rng = np.random.default_rng(seed)
+    x, weight = (rng.standard_normal(s) for s in ((rows, shape[-1]), shape))
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "config"),
+    [
+        (1, (128, 256), Config(64, 64, 2)),
+        (3, (128, 320), Config(32, 64, 2)),  # shares of 2 and 3 blocks
+        (70, (64, 192), Config(64, 64)),
+        (130, (64, 128), Config(32, 128)),
+    ],
+)
+def test_parts_add_up_to_the_product(rows, shape, config):
+    x, weight = arrays(rows, shape)
+    parts = decode_matmul(x, weight, config=config, interpret=INTERPRET)
+    assert parts.shape == (config.splits, rows, shape[0])
+    assert parts.dtype == jnp.float32
+    expected = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
+    np.testing.assert_allclose(np.asarray(parts).sum(0), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [5, 66])
+def test_a_gated_product_is_silu_of_the_gate_times_up(rows):
+    x, weight = arrays(rows, (64, 2, 128))
+    out = decode_matmul(x, weight, config=Config(32, 64), gated=True, interpret=INTERPRET)
+    gate, up = (np.asarray(x, np.float32) @ np.asarray(weight, np.float32)[:, i].T for i in (0, 1))
+    expected = gate / (1 + np.exp(-gate)) * up
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=1e-2, atol=0.05)
+
+
+SHAPES = [
+    (6144, 4096),
+    (4096, 4096),
+    (14336, 2, 4096),
+    (4096, 14336),
+    (5120, 8192),
+    (8960, 2, 2048),
+]
+
+
+@pytest.mark.parametrize("rows", [1, 48, MAX_ROWS])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_weight_is_cut_into_blocks_that_fit(shape, rows):
+    config = choose("NVIDIA H200", rows, shape)
+    assert config is not None
+    assert shape[0] % config.block_n == 0
+    assert shape[-1] % (config.block_k * config.splits) == 0
+    assert shape[0] // config.block_n * config.splits <= 2 * MULTIPROCESSORS
+    assert config.num_stages(64 if rows <= 64 else 128, len(shape) - 1) >= 3
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "shape"),
+    [
+        ("cpu", 1, (4096, 4096)),
+        (None, 1, (4096, 4096)),
+        ("NVIDIA A100-SXM4-80GB", 1, (4096, 4096)),
+        ("NVIDIA H200", MAX_ROWS + 1, (4096, 4096)),
+        ("NVIDIA H200", 1, (128256, 4096)),
+        ("NVIDIA H200", 1, (576, 576)),
+        ("NVIDIA H200", 1, (4096, 4128)),
+    ],
+)
+def test_what_is_left_to_xla(device, rows, shape):
+    assert choose(device, rows, shape) is None
+
+
+def test_the_layers_take_parts_for_the_sum_they_are():
+    rng = np.random.default_rng(1)
+    hidden = jnp.asarray(rng.standard_normal((4, 96)), jnp.float32)
+    parts = jnp.asarray(rng.standard_normal((3, 4, 96)), jnp.float32)
+    layer = norm.RMSNorm(96, "embed", 1e-5, jnp.float32)
+    stream, x = layer.of_sum(norm.Residual(hidden).plus(parts))
+    expected = np.asarray(hidden) + np.asarray(parts).sum(0)
+    np.testing.assert_allclose(stream.sum(), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        x, expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-5), rtol=1e-5
+    )
