@@ -266,12 +266,15 @@ class Runner:
             donate_argnums=1,
             out_shardings=(self._replicated, self._kv_sharding),
         )
-        return jitted.lower(
-            tuple(self.model.abstract.values()),
-            kv,
-            self._array((self.buckets.max_num_seqs,), jnp.int32),
-            self._array((step.packed_size(shape),), jnp.int32),
-        )
+        # GPUs and TPUs round the operands of a float32 product unless told not to.
+        is_exact = self._kv_dtype == jnp.float32 and not self.model.placement.on_cpu
+        with jax.default_matmul_precision("highest" if is_exact else None):
+            return jitted.lower(
+                tuple(self.model.abstract.values()),
+                kv,
+                self._array((self.buckets.max_num_seqs,), jnp.int32),
+                self._array((step.packed_size(shape),), jnp.int32),
+            )
 
     def _compile_sample(self, shape: SampleShape) -> None:
         vocab_size = self.model.config.vocab_size
