@@ -7,33 +7,15 @@ than in service.
 
 import argparse
 import collections
-import pathlib
 import re
-import tempfile
 from typing import Any
 
-import jax
-
 from bench import record
+from bench.device_events import recorded
 from bench.trace import make_prompts
 from jaxserve import LLM, SamplingParams
 
 TOP = 25
-
-
-def device_events(folder: str) -> list[tuple[str, int, int]]:
-    """(name, start, duration) in nanoseconds of what ran on the first device, in order of start."""
-    [path] = pathlib.Path(folder).rglob("*.xplane.pb")
-    data = jax.profiler.ProfileData.from_file(str(path))
-    events = [
-        (event.name, int(event.start_ns), int(event.duration_ns))
-        for plane in data.planes
-        if plane.name.startswith("/device:")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
-    return sorted(events, key=lambda event: event[1])
 
 
 def measure(llm: LLM, batch: int, tokens: int) -> dict[str, Any]:
@@ -41,10 +23,7 @@ def measure(llm: LLM, batch: int, tokens: int) -> dict[str, Any]:
     prompts = make_prompts(batch, 128, batch, llm.info.vocab_size)
     llm.generate(prompts, params)
     before = llm.stats().num_steps
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            llm.generate(prompts, params)
-        events = device_events(folder)
+    events = recorded(lambda: llm.generate(prompts, params))
     steps = llm.stats().num_steps - before
     busy: collections.Counter[str] = collections.Counter()
     count: collections.Counter[str] = collections.Counter()

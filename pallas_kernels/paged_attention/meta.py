@@ -46,6 +46,7 @@ class AttentionSpec:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    queries_per_row: int = 1  # of a "decode" call
 
     @property
     def group(self) -> int:
