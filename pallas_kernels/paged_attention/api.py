@@ -42,14 +42,14 @@ def paged_attention(
     carries no value. Softmax is in float32, the output in q's dtype. Padding rows and tokens give
     zeros. Cache that holds no token may be NaN and is never mixed in.
 
-    kind: "decode": T == S Q, row s's queries are tokens s Q to (s + 1) Q - 1, its newest; Q is 1, or
-      up to 8 where proposed tokens are verified. "mixed": any `meta`.
+    kind: "decode": T == S Q, tokens s Q to (s + 1) Q - 1 are the queries of row s; Q is 1, or up to
+      8 where proposed tokens are verified. "mixed": any `meta`.
     kv_pages: K of kv head h at 2h, V at 2h + 1. Updated in place when the enclosing jit is given it
       to keep (donated); use only the returned array afterwards.
     mesh: when its axis "tensor" has more than one device, heads are spread over that axis (q, k, v
       on axis 1, kv_pages on axis 2, sinks on axis 0), everything else is on each device, and each
       device attends with its own heads. None: the compiler places a "reference" call by itself.
-    impl: "tpu" and "gpu" are kernels; what they leave to the reference, XLA compiles for the device.
+    impl: "tpu" and "gpu" are kernels; what they leave to the reference is compiled by XLA.
       `dispatch.choose` says which to use.
     interpret: run the TPU or GPU kernel's body on any device, slowly, for tests.
     Raises ValueError for shapes that contradict each other, NotImplementedError for what `impl`
@@ -87,7 +87,9 @@ def paged_attention(
 
 
 # Behind a jit of its own, so that a model's layers share one trace and one lowered kernel.
-@functools.partial(jax.jit, static_argnames=("sm_scale", "spec", "impl", "device_kind", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("sm_scale", "spec", "impl", "device_kind", "interpret")
+)
 def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, device_kind, interpret):
     kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
     options = {
@@ -109,9 +111,7 @@ def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, device_kind, int
         from pallas_kernels.paged_attention import gpu
 
         params = mosaic_gpu.InterpretGPUParams() if interpret else None
-        out = gpu.attend(
-            q, kv_pages, meta, device_kind=device_kind, interpret=params, **options
-        )
+        out = gpu.attend(q, kv_pages, meta, device_kind=device_kind, interpret=params, **options)
     return out, kv_pages
 
 

@@ -43,12 +43,11 @@ mgpu: Any = mosaic
 
 LANES = 32  # columns of a partial result that lie together
 MERGE_AT_ONCE = 4  # parts
-WIDE = 256  # from this head width on, registers are short
 SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
 LOG2_E = math.log2(math.e)
 # Of a thread, by pairs of warpgroups in a thread block: multiplying, copying. A launch gives 256
 # threads 255 each and 512 threads 128; asking for more in all would wait for ever.
-REGISTERS = {1: (248, 96), 2: (208, 48)}
+REGISTERS = {1: (256, 96), 2: (208, 48)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,10 +365,9 @@ def _worker(
     whole_smem, part_smem = whole_smem.at[pair], part_smem.at[pair]
     num_places = lens_ref.shape[0]
     head_dim = k_smem.shape[-1]
-    start_place, start_head, start_block, count, segments, live, starter, row, length = (
-        work_ref[worker, i] for i in range(9)
-    )
-    start = (start_place, start_head, start_block, jnp.int32(0), row, length)
+
+    def read_work(*columns):
+        return [work_ref[worker, i] for i in columns]
 
     def slot_of(i, size):
         """Of this pair's `size`, the one whose turn it is at `i`."""
@@ -377,17 +375,15 @@ def _worker(
 
     def todo_of(block, done, length):
         """Blocks of a segment."""
-        return jnp.minimum(pl.cdiv(length, BLOCK) - block, count - done)
+        return jnp.minimum(pl.cdiv(length, BLOCK) - block, read_work(3)[0] - done)
 
-    def next_of(place, head, done):
-        """State at the start of the next segment, `done` blocks being done before it."""
+    def next_of(place, head):
+        """Where the next segment starts: place, head, block."""
         wraps = head + 1 == num_kv_heads
         next_place = jnp.where(wraps, jnp.minimum(place + 1, num_places - 1), place)
-        next_head = jnp.where(wraps, 0, head + 1)
-        found = (ref[next_place] for ref in (first_ref, rows_ref, lens_ref))
-        first, next_row, next_length = found
-        return next_place, next_head, first, done, next_row, next_length
+        return next_place, jnp.where(wraps, 0, head + 1), first_ref[next_place]
 
+    [segments] = read_work(4)
     compute_registers, copy_registers = REGISTERS[config.pairs]
 
     @pl.when(warpgroup >= config.pairs)
@@ -441,9 +437,13 @@ def _worker(
                 return ()
 
             lax.fori_loop(0, todo, load, ())
-            return next_of(place, head, done + todo)
+            place, head, block = next_of(place, head)
+            return place, head, block, done + todo, rows_ref[place], lens_ref[place]
 
-        lax.fori_loop(0, segments, segment, start)
+        *start, row, length = read_work(0, 1, 2, 7, 8)
+        lax.fori_loop(0, segments, segment, (*start, jnp.int32(0), row, length))
+
+        [count] = read_work(3)
 
         # Leave only when all that was sent has been consumed.
         def drain(i, _):
@@ -465,6 +465,7 @@ def _worker(
         plgpu.set_max_registers(compute_registers, action="increase")
 
         # Rows without work: zeros, spread over the workers.
+        [live] = read_work(5)
         empty = (num_places - live) * num_kv_heads
         todo_empty = lax.div(empty - worker + config.workers - 1, jnp.int32(config.workers))
 
@@ -484,12 +485,14 @@ def _worker(
 
             lax.fori_loop(0, todo_empty, clear, ())
 
+        def is_begun(j):
+            """Whether another worker began the task of a segment; read anew, to save a register."""
+            return (read_work(6)[0] != worker) & (j == 0)
+
         def segment(j, state):
-            place, head, block, done, row, length = state
+            place, head, block, done = state
+            row, length = rows_ref[place], lens_ref[place]
             todo = todo_of(block, done, length)
-            first_worker, next_state = starter, None
-            if head_dim < WIDE:  # long before it is needed
-                next_state = next_of(place, head, done + todo)
             buffer = slot_of(j, config.query_buffers)
             plgpu.barrier_wait(queries_full.at[buffer])
 
@@ -571,7 +574,7 @@ def _worker(
             top = jnp.full((BLOCK,), reference.MASKED, jnp.float32)
             total = jnp.zeros((BLOCK,), jnp.float32)
             if has_sinks:  # a sink counts once, as a key without a value before all others
-                begun = (starter != worker) & (j == 0)
+                begun = is_begun(j)
                 sink = plgpu.load(sinks_ref[0].at[head], optimized=False)
                 top = sink + jnp.where(begun, reference.MASKED, 0.0)
                 total = total + jnp.where(begun, 0.0, 1.0)
@@ -580,9 +583,7 @@ def _worker(
             plgpu.barrier_arrive(queries_free.at[buffer])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the segment before
             out = out * lax.broadcast_in_dim(1 / total, out.shape, (0,))
-            if head_dim >= WIDE:  # read again rather than kept in registers
-                row, first_worker = rows_ref[place], work_ref[worker, 6]
-            begun = (first_worker != worker) & (j == 0)  # by another worker
+            begun = is_begun(j)
             goes_on = block + todo < pl.cdiv(length, BLOCK)  # in the next worker
 
             @pl.when(jnp.logical_not(begun | goes_on))
@@ -609,26 +610,27 @@ def _worker(
                 if not merge_smem:
                     return
                 [(merged_smem, arrived_smem)] = merge_smem
-                first = jnp.where(begun, first_worker, worker)
+                starter = jnp.where(begun, read_work(6)[0], worker)
                 plgpu.wait_smem_to_gmem(0)
                 last = _arrive(
-                    splits_ref.at[first, pl.ds(3, 1)],
+                    splits_ref.at[starter, pl.ds(3, 1)],
                     arrived_smem.at[pl.ds(pair, 1)],
-                    splits_ref[first, 2],
+                    splits_ref[starter, 2],
                 )
 
                 @pl.when(last)
                 def _():
                     def merge(tile, _):
                         refs = part_ref, part_lse_ref, splits_ref, out_ref, merged_smem.at[pair]
-                        _merge(first, tile, *refs)
+                        _merge(starter, tile, *refs)
                         return ()
 
                     lax.fori_loop(0, rows // 8, merge, ())
 
-            return next_state or next_of(place, head, done + todo)
+            return *next_of(place, head), done + todo
 
-        lax.fori_loop(0, segments, segment, start)
+        start = read_work(0, 1, 2)
+        lax.fori_loop(0, segments, segment, (*start, jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

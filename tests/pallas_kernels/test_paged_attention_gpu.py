@@ -67,12 +67,32 @@ def test_ragged_rows_over_few_and_many_workers(window, workers):
         (3, 3, 256, 8, "float16"),
         (10, 2, 128, 32, "bfloat16"),
         (2, 2, 64, 64, "float16"),
+        (4, 2, 96, 16, "bfloat16"),
     ],
 )
 def test_head_shapes_page_sizes_and_no_races(heads, kv_heads, head_dim, page_size, dtype):
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     case = Case("", ((1, 200), (1, 70)), **sizes, page_size=page_size, padding_rows=1)
     check(case, gpu_decode.Config(workers=3, stages=2, query_buffers=1), races=True)
+
+
+@pytest.mark.parametrize(("queries", "window"), [(2, None), (5, 70), (8, 1)])
+def test_several_new_tokens_a_row(queries, window):
+    rows = tuple((queries, n) for n in (300, queries, 66, 128))
+    case = Case("", rows, **SMALL, queries_per_row=queries, sliding_window=window, padding_rows=1)
+    check(case, gpu_decode.Config(workers=5, stages=2))
+
+
+def test_several_new_tokens_of_many_heads_with_sinks():
+    rows = tuple((4, n) for n in (150, 9))
+    many = {"num_heads": 16, "num_kv_heads": 1, "head_dim": 64, "soft_cap": 3.0, "sinks": True}
+    case = Case("", rows, **many, queries_per_row=4)
+    check(case, gpu_decode.Config(workers=3, stages=2))
+
+
+def test_two_workers_a_thread_block_and_no_races():
+    case = Case("", ((1, 300), (1, 65), (1, 1)), **SMALL)
+    check(case, gpu_decode.Config(workers=6, pairs=2, stages=2, query_buffers=1), races=True)
 
 
 def test_soft_cap_and_sinks():
