@@ -75,7 +75,9 @@ def make_inputs(
         (i for i, (query_len, _) in enumerate(case.rows) if query_len != 1), len(case.rows)
     )
     row_tokens = sum(query_len for query_len, _ in case.rows)
-    extra = case.padding_rows * case.queries_per_row if case.kind == "decode" else case.padding_tokens
+    extra = (
+        case.padding_rows * case.queries_per_row if case.kind == "decode" else case.padding_tokens
+    )
     num_tokens = row_tokens + extra
     row_pages = [-(-kv_len // page_size) for _, kv_len in case.rows]
     num_pages = 1 + sum(row_pages) + 2

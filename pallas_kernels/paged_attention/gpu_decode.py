@@ -79,12 +79,19 @@ class Config:
         return self.pairs * (ring + queries + BLOCK * head_dim * 4) + 2048
 
 
+# What `python -m bench.kernels --sweep` found fastest: device kind -> head width, page size.
+TUNED: dict[str, dict[tuple[int, int], Config]] = {}
+MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of the others: 132
+
+
 def default_config(spec: AttentionSpec, device_kind: str = "") -> Config:
-    """The tuned settings of this kind of device, or as many stages as fit, 4 at most."""
-    for pairs, stages, query_buffers in ((2, 4, 2), (1, 4, 2), (1, 3, 2), (1, 2, 2), (1, 2, 1)):
-        if pairs == 2 and spec.head_dim > 64:
-            continue
-        config = Config(132 * pairs, pairs, stages, query_buffers)
+    """The tuned settings of this kind of device, or else as many stages as fit, 4 at most."""
+    if tuned := TUNED.get(device_kind, {}).get((spec.head_dim, spec.page_size)):
+        return tuned
+    blocks = MULTIPROCESSORS.get(device_kind, 132)
+    pairs = 2 if spec.head_dim <= 64 else 1
+    for stages, query_buffers in ((4, 2), (3, 2), (2, 2), (2, 1)):
+        config = Config(pairs * blocks, pairs, stages, query_buffers)
         if config.shared_bytes(spec.head_dim) <= SHARED_BYTES:
             return config
     raise NotImplementedError(f"head width {spec.head_dim} does not fit shared memory")

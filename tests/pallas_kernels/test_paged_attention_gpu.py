@@ -101,7 +101,9 @@ def test_soft_cap_and_sinks():
 
 
 def test_mixed_step_agrees_with_the_reference(monkeypatch):
-    monkeypatch.setattr(gpu_decode, "default_config", lambda *_: gpu_decode.Config(workers=3, stages=2))
+    monkeypatch.setattr(
+        gpu_decode, "default_config", lambda *_: gpu_decode.Config(workers=3, stages=2)
+    )
     few = gpu_prefill.Config(num_blocks=2)
     monkeypatch.setattr(gpu_prefill, "default_config", lambda spec: few)
     case = Case("", ((1, 130), (1, 20), (40, 90)), **SMALL, padding_rows=1, padding_tokens=3)
