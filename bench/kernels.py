@@ -1,13 +1,18 @@
 """Paged attention, each implementation on each named case, against the rates this device reaches
 in the same run: a large copy for bytes, a large matrix product for operations.
 
-Run: python -m bench.kernels [--cases REGEX] [--impls reference,gpu] [--repeats 20]
-A time is one call's, out of a chain of calls in one program, so that dispatch does not count; small
-caches are taken in turns, so that none is found in the device's own cache.
+Run: python -m bench.kernels [--cases REGEX] [--impls reference,gpu] [--repeats 20] [--sweep]
+A time is one call's: what a chain of 12 calls in one program takes more than one of 4, over 8, so
+that dispatch does not count; small caches are taken in turns, so that none is found in the device's
+own cache. `device_us` are the kernels' own times, from JAX's profiler. --sweep: also the GPU decode
+kernel with each of the settings that fit, for `gpu_decode.TUNED`.
 """
 
 import argparse
+import collections
+import dataclasses
 import functools
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -18,12 +23,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import record
+from bench.device_events import recorded
 from pallas_kernels.dispatch import choose
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, AttentionSpec, paged_attention
+from pallas_kernels.paged_attention import (
+    IMPLEMENTATIONS,
+    AttentionSpec,
+    gpu,
+    gpu_decode,
+    paged_attention,
+    write_kv,
+)
 from pallas_kernels.paged_attention.api import Implementation
 from pallas_kernels.paged_attention.cases import CASES, Case, make_inputs
 
-CHAIN = 8  # calls in a program
+CHAINS = (4, 12)  # calls in a program
 WARM_UP = 2
 COLD_BYTES = 512 << 20  # of caches in rotation: more than any device keeps on chip
 
@@ -74,48 +87,80 @@ def spec_of(case: Case) -> AttentionSpec:
         case.sliding_window,
         case.soft_cap,
         case.sinks,
+        case.queries_per_row,
     )
+
+
+def settings(spec: AttentionSpec) -> list[gpu_decode.Config]:
+    """All settings of the GPU decode kernel that differ in speed and fit."""
+    default = gpu_decode.default_config(spec)
+    found = []
+    for pairs, stages, inside in itertools.product((1, 2), (2, 3, 4, 6, 8), (True, False)):
+        workers = default.workers // default.pairs * pairs
+        for query_buffers in (2, 1):
+            config = gpu_decode.Config(workers, pairs, stages, query_buffers, inside)
+            if config.shared_bytes(spec.head_dim) <= gpu_decode.SHARED_BYTES:
+                found.append(config)
+                break
+    return found
 
 
 def measure(
-    case: Case, impl: Implementation, repeats: int, peak: dict[str, float]
+    case: Case,
+    impl: Implementation,
+    repeats: int,
+    peak: dict[str, float],
+    config: gpu_decode.Config | None = None,
 ) -> dict[str, Any]:
+    """config: of the GPU decode kernel, instead of what the API takes."""
     q, k, v, kv_pages, meta, sinks = make_inputs(case, on_device=True)
-    attend: Callable[..., Any] = functools.partial(
-        paged_attention,
-        sm_scale=case.head_dim**-0.5,
-        kind=case.kind,
-        sliding_window=case.sliding_window,
-        soft_cap=case.soft_cap,
-    )
-    num_pools = max(1, min(CHAIN, COLD_BYTES // kv_pages.nbytes))
+    options: dict[str, Any] = {
+        "sm_scale": case.head_dim**-0.5,
+        "kind": case.kind,
+        "sliding_window": case.sliding_window,
+        "soft_cap": case.soft_cap,
+    }
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    attend: Callable[..., Any] = functools.partial(paged_attention, mesh=mesh, **options)
+    num_pools = max(1, min(min(CHAINS), COLD_BYTES // kv_pages.nbytes))
     pools = (kv_pages, *(jnp.copy(kv_pages) for _ in range(num_pools - 1)))
 
-    def chain(pools, q, k, v, meta, sinks):
+    def one(q, k, v, kv_pages, meta, sinks):
+        if config is None:
+            return attend(q, k, v, kv_pages, meta, sinks=sinks, impl=impl)
+        kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
+        return gpu.attend(q, kv_pages, meta, sinks=sinks, config=config, **options), kv_pages
+
+    def chain(length, pools, q, k, v, meta, sinks):
         pools = list(pools)
-        for i in range(CHAIN):
-            out, pools[i % num_pools] = attend(
-                q, k, v, pools[i % num_pools], meta, sinks=sinks, impl=impl
-            )
+        for i in range(length):
+            out, pools[i % num_pools] = one(q, k, v, pools[i % num_pools], meta, sinks)
             q = q + out * jnp.asarray(1e-3, q.dtype)  # the next call waits for this one
         return q, tuple(pools)
 
-    impls: list[Implementation] = [impl, "reference"]
-    try:
-        start = time.perf_counter()
-        compiled = jax.jit(chain, donate_argnums=0).lower(pools, q, k, v, meta, sinks).compile()
-        compile_s = time.perf_counter() - start
-    except NotImplementedError as error:
-        return {"unsupported": str(error)}
     state = [pools]
+    del pools, kv_pages
+    compiled: Any = None
+    times: list[Any] = []
+    compile_s = 0.0
+    for length in CHAINS:
+        run = jax.jit(functools.partial(chain, length), donate_argnums=0)
+        start = time.perf_counter()
+        try:
+            compiled = run.lower(state[0], q, k, v, meta, sinks).compile()
+        except NotImplementedError as error:
+            return {"unsupported": str(error)}
+        compile_s += time.perf_counter() - start
 
-    def call():
-        out, state[0] = compiled(state[0], q, k, v, meta, sinks)
-        return out
+        def call(compiled=compiled):
+            out, state[0] = compiled(state[0], q, k, v, meta, sinks)
+            return out
 
-    times = [t / CHAIN for t in seconds(call, repeats)]
-    memory = compiled.memory_analysis()
+        times.append(seconds(call, repeats))
+    fewer, more = CHAINS
+    times = [(t - float(np.median(times[0]))) / (more - fewer) for t in times[1]]
     best = float(np.median(times))
+    memory = compiled.memory_analysis()
     result = {
         **record.spread(times),
         "bytes_rate_GB_s": round(case.kv_bytes / best / 1e9, 1),
@@ -125,15 +170,30 @@ def measure(
         "compile_s": round(compile_s, 1),
         "temporaries_bytes": memory.temp_size_in_bytes if memory else None,
     }
+    if jax.default_backend() == "gpu":
+        kernels: collections.Counter[str] = collections.Counter()
+        for name, _, duration in recorded(lambda: jax.block_until_ready(call())):
+            kernels[re.sub(r"[_.]?\d+$", "", name)] += duration
+        result["device_us"] = {
+            name: round(total / more / 1e3, 2) for name, total in kernels.most_common(8)
+        }
     if impl != "reference":
-        outputs = [
-            jax.jit(functools.partial(attend, impl=one))(
-                q, k, v, jnp.copy(state[0][0]), meta, sinks=sinks
-            )[0].astype(jnp.float32)
-            for one in impls
-        ]
-        result["max_difference"] = float(jnp.abs(outputs[0] - outputs[1]).max())
+        kv_pages = jnp.copy(state[0][0])
+        out = jax.jit(one)(q, k, v, kv_pages, meta, sinks)[0]
+        expected = jax.jit(functools.partial(attend, impl="reference"))(
+            q, k, v, kv_pages, meta, sinks=sinks
+        )[0]
+        result["max_difference"] = float(
+            jnp.abs(out.astype(jnp.float32) - expected.astype(jnp.float32)).max()
+        )
     return result
+
+
+def summary(found: dict[str, Any]) -> str:
+    return found.get("unsupported") or (
+        f"{found['median_ms'] * 1e3:.1f} us, {found['share_of_copy_rate']:.0%} of copy, "
+        f"{found['share_of_matmul_rate']:.0%} of matmul, {found.get('device_us', {})}"
+    )
 
 
 def main() -> None:
@@ -145,6 +205,7 @@ def main() -> None:
         "--impls", default="reference" if on_cpu else f"reference,{device.platform}"
     )
     parser.add_argument("--repeats", type=int, default=5 if on_cpu else 20)
+    parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
     impls: list[Implementation] = [
         impl for impl in IMPLEMENTATIONS if impl in arguments.impls.split(",")
@@ -164,18 +225,21 @@ def main() -> None:
             "chosen": choose(device.platform, device.device_kind, spec_of(case)),
             **by_impl,
         }
-        summary = {
-            impl: found.get("unsupported")
-            or f"{found['median_ms'] * 1e3:.1f} us, {found['share_of_copy_rate']:.0%} of copy, "
-            f"{found['share_of_matmul_rate']:.0%} of matmul"
-            for impl, found in by_impl.items()
-        }
-        print(case.name, summary, flush=True)
+        print(case.name, {impl: summary(found) for impl, found in by_impl.items()}, flush=True)
+        if arguments.sweep and case.kind == "decode" and not gpu.unsupported(spec_of(case)):
+            swept = []
+            for config in settings(spec_of(case)):
+                found = measure(case, "gpu", arguments.repeats, peak, config)
+                swept.append({"config": dataclasses.asdict(config), **found})
+                print(" ", config, summary(found), flush=True)
+            swept.sort(key=lambda found: found["median_ms"])
+            figures[case.name]["sweep"] = swept
+            print("  best:", swept[0]["config"], flush=True)
     name = record.cpu_name() if on_cpu else device.device_kind
     record.store(
         "kernels",
         name,
-        {"measured_peak": peak, "warm_up": WARM_UP, "calls_in_a_chain": CHAIN, "cases": figures},
+        {"measured_peak": peak, "warm_up": WARM_UP, "calls_in_chains": CHAINS, "cases": figures},
     )
 
 

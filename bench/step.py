@@ -10,7 +10,6 @@ import json
 import pathlib
 import re
 import statistics
-import tempfile
 import time
 from typing import Any
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import record
-from bench.step_profile import device_events
+from bench.device_events import recorded
 from jaxserve.config import MeshConfig
 from jaxserve.execution import runner as runners
 from jaxserve.execution import step
@@ -110,10 +109,7 @@ def measure(
     run(5)
     kernels: dict[str, Any] = {}
     if profile:
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                run(10)
-            kernels = summary(device_events(folder), 10)
+        kernels = summary(recorded(lambda: run(10)), 10)
     times = []
     for _ in range(5):
         start = time.perf_counter()

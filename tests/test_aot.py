@@ -42,7 +42,7 @@ def no_compile_cache():
     jax.config.update("jax_enable_compilation_cache", True)
 
 
-def compile_decode(device, impl, heads, kv_heads, head_dim, page_size, dtype, **options):
+def compile_decode(device, impl, heads, kv_heads, head_dim, page_size, dtype, queries=1, **options):
     """A decode step's attention, LAYERS times, for one device; and the size of its cache."""
     mesh = Mesh(np.array([device]), ("tensor",), axis_types=(AxisType.Auto,))
     rows, width, pages = 32, 128, 8192
@@ -53,9 +53,11 @@ def compile_decode(device, impl, heads, kv_heads, head_dim, page_size, dtype, **
     def ints(*dims):
         return shape(dims, jnp.int32)
 
-    meta = AttentionMeta(ints(rows, width), ints(rows), ints(rows + 1), ints(rows), ints())
-    q = shape((rows, heads, head_dim), dtype)
-    k = shape((rows, kv_heads, head_dim), dtype)
+    meta = AttentionMeta(
+        ints(rows, width), ints(rows), ints(rows + 1), ints(rows * queries), ints()
+    )
+    q = shape((rows * queries, heads, head_dim), dtype)
+    k = shape((rows * queries, kv_heads, head_dim), dtype)
     pool = shape((pages, page_size, 2 * kv_heads, head_dim), dtype)
     attend = functools.partial(paged_attention, sm_scale=0.1, kind="decode", impl=impl, **options)
 
@@ -75,6 +77,11 @@ def check_memory(compiled, cache_bytes):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes // 8
+
+
+def kernels(text, name):
+    """How often a program calls the Mosaic GPU kernels whose name starts so."""
+    return sum("mosaic_gpu_v2" in line and f"/{name}" in line for line in text.splitlines())
 
 
 def h200(num_devices=1):
@@ -99,6 +106,13 @@ def h200(num_devices=1):
         (12, 12, 64, 128, jnp.float16, {}),
         (9, 3, 64, 32, jnp.bfloat16, {}),
         (20, 2, 128, 16, jnp.bfloat16, {}),
+        (64, 1, 128, 16, jnp.bfloat16, {}),
+        (8, 8, 32, 16, jnp.bfloat16, {}),
+        (32, 32, 96, 16, jnp.bfloat16, {}),
+        (16, 4, 224, 16, jnp.bfloat16, {}),
+        (32, 8, 128, 16, jnp.bfloat16, {"queries": 4}),
+        (64, 8, 64, 16, jnp.bfloat16, {"queries": 8, "sliding_window": 128}),
+        (16, 8, 256, 16, jnp.bfloat16, {"queries": 4, "soft_cap": 50.0}),
     ],
 )
 def test_h200_kernel_spills_nothing_and_copies_no_cache(
@@ -112,8 +126,7 @@ def test_h200_kernel_spills_nothing_and_copies_no_cache(
     said = "".join(capfd.readouterr())
     assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
     assert "spilled" not in said
-    # The attention of a layer: one kernel that attends and one that merges split rows.
-    assert compiled.as_text().count("mosaic_gpu_v2") == 2 * LAYERS
+    assert kernels(compiled.as_text(), "paged_decode") == LAYERS
 
 
 def test_h200_reference_copies_no_cache():
@@ -181,8 +194,20 @@ def test_h200_step_of_an_8b_model_copies_neither_weights_nor_cache(kind, tokens,
         attention="gpu",
     )
     runner.num_pages = 8192
-    memory = runner.lower_step(shape).compile().memory_analysis()
+    compiled = runner.lower_step(shape).compile()
+    memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= runner.num_pages * runner.page_bytes
     smallest_weight = 4096 * 4096 * 2 // tensor
     largest_activation = max(seqs * 128256 * 4, tokens * 2 * 14336 * 2)
     assert memory.temp_size_in_bytes < smallest_weight + 3 * largest_activation
+    # Plans are made once, not once a layer: of each, an operation that it holds one of.
+    text = compiled.as_text()
+    assert kernels(text, "paged_decode") == LAYERS
+    assert kernels(text, "paged_prefill") == LAYERS * (kind == "mixed")
+    assert kernels(text, "write_kv") == LAYERS
+    # Four products a layer; two norms, but for the first, which has nothing to add.
+    own = (kind, tensor) == ("decode", 1)
+    assert kernels(text, "decode_matmul") == 4 * LAYERS * own
+    assert kernels(text, "add_norm") == (2 * LAYERS - 1) * own
+    assert len(re.findall(r" scatter\(.*decode_plan", text)) == 1
+    assert len(re.findall(r" or\(.*prefill_plan", text)) == (kind == "mixed")

@@ -42,14 +42,15 @@ def paged_attention(
     carries no value. Softmax is in float32, the output in q's dtype. Padding rows and tokens give
     zeros. Cache that holds no token may be NaN and is never mixed in.
 
-    kind: "decode": T == S and token s is row s's only query. "mixed": any `meta`.
+    kind: "decode": T == S Q, tokens s Q to (s + 1) Q - 1 are the queries of row s; Q is 1, or up to
+      8 where proposed tokens are verified. "mixed": any `meta`.
     kv_pages: K of kv head h at 2h, V at 2h + 1. Updated in place when the enclosing jit is given it
       to keep (donated); use only the returned array afterwards.
     mesh: when its axis "tensor" has more than one device, heads are spread over that axis (q, k, v
       on axis 1, kv_pages on axis 2, sinks on axis 0), everything else is on each device, and each
       device attends with its own heads. None: the compiler places a "reference" call by itself.
-    impl: "tpu" and "gpu" are kernels for rows with one query; in a "mixed" call rows with chunks go
-      through the reference, compiled by XLA for the device. `dispatch.choose` says which to use.
+    impl: "tpu" and "gpu" are kernels; what they leave to the reference is compiled by XLA.
+      `dispatch.choose` says which to use.
     interpret: run the TPU or GPU kernel's body on any device, slowly, for tests.
     Raises ValueError for shapes that contradict each other, NotImplementedError for what `impl`
     can't do.
@@ -57,13 +58,19 @@ def paged_attention(
     spec = _check(q, k, v, kv_pages, meta, kind, sliding_window, soft_cap, sinks)
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
+    device_kind = "" if mesh is None else mesh.devices.flat[0].device_kind
     if mesh is None or mesh.shape.get("tensor", 1) == 1:
-        return _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, interpret)
+        return _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, device_kind, interpret)
     shards = mesh.shape["tensor"]
     if spec.num_kv_heads % shards:
         raise ValueError(f"{spec.num_kv_heads} kv heads can't be spread over {shards} devices")
     local = functools.partial(
-        _call, sm_scale=sm_scale, spec=spec.shard(shards), impl=impl, interpret=interpret
+        _call,
+        sm_scale=sm_scale,
+        spec=spec.shard(shards),
+        impl=impl,
+        device_kind=device_kind,
+        interpret=interpret,
     )
     heads, pages, same = (
         PartitionSpec(None, "tensor"),
@@ -80,8 +87,10 @@ def paged_attention(
 
 
 # Behind a jit of its own, so that a model's layers share one trace and one lowered kernel.
-@functools.partial(jax.jit, static_argnames=("sm_scale", "spec", "impl", "interpret"))
-def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, interpret):
+@functools.partial(
+    jax.jit, static_argnames=("sm_scale", "spec", "impl", "device_kind", "interpret")
+)
+def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, device_kind, interpret):
     params = None
     if impl == "gpu":
         from jax.experimental.pallas import mosaic_gpu
@@ -107,7 +116,7 @@ def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, interpret):
 
         out = tpu.attend(q, kv_pages, meta, interpret=interpret, **options)
     else:
-        out = gpu.attend(q, kv_pages, meta, interpret=params, **options)
+        out = gpu.attend(q, kv_pages, meta, device_kind=device_kind, interpret=params, **options)
     return out, kv_pages
 
 
@@ -137,8 +146,13 @@ def _check(q, k, v, kv_pages, meta, kind, sliding_window, soft_cap, sinks) -> At
     require(meta.slot_mapping.shape == (num_tokens,), f"slots {meta.slot_mapping.shape}")
     require(meta.page_table.shape[:1] == (num_rows,), f"page_table {meta.page_table.shape}")
     require(meta.query_start.shape == (num_rows + 1,), f"query_start {meta.query_start.shape}")
+    queries_per_row = 1
     if kind == "decode":
-        require(num_tokens == num_rows, f"decode: {num_tokens} tokens for {num_rows} rows")
+        queries_per_row = num_tokens // max(num_rows, 1)
+        require(
+            num_tokens == num_rows * queries_per_row and queries_per_row in range(1, 9),
+            f"decode: {num_tokens} tokens for {num_rows} rows; allowed: 1 to 8 each",
+        )
     require(sliding_window is None or sliding_window > 0, f"sliding_window is {sliding_window}")
     require(soft_cap is None or soft_cap > 0, f"soft_cap is {soft_cap}")
     require(sinks is None or sinks.shape == (num_heads,), "sinks: one a head")
@@ -154,4 +168,5 @@ def _check(q, k, v, kv_pages, meta, kind, sliding_window, soft_cap, sinks) -> At
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         sinks=sinks is not None,
+        queries_per_row=queries_per_row,
     )

@@ -12,7 +12,10 @@ from pallas_kernels.paged_attention.meta import AttentionMeta, Kind
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call: (query_len, kv_len) for each row, single-query rows first, and model sizes."""
+    """One call: (query_len, kv_len) for each row, single-query rows first, and model sizes.
+
+    It is a "decode" call where every row has `queries_per_row` queries.
+    """
 
     name: str
     rows: tuple[tuple[int, int], ...]
@@ -24,12 +27,14 @@ class Case:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    queries_per_row: int = 1
     padding_rows: int = 0
     padding_tokens: int = 0  # mixed only: a decode step has a token for each padding row
 
     @property
     def kind(self) -> Kind:
-        return "decode" if all(query_len == 1 for query_len, _ in self.rows) else "mixed"
+        uniform = all(query_len == self.queries_per_row for query_len, _ in self.rows)
+        return "decode" if uniform else "mixed"
 
     @property
     def kv_bytes(self) -> int:
@@ -70,7 +75,9 @@ def make_inputs(
         (i for i, (query_len, _) in enumerate(case.rows) if query_len != 1), len(case.rows)
     )
     row_tokens = sum(query_len for query_len, _ in case.rows)
-    extra = case.padding_rows if case.kind == "decode" else case.padding_tokens
+    extra = (
+        case.padding_rows * case.queries_per_row if case.kind == "decode" else case.padding_tokens
+    )
     num_tokens = row_tokens + extra
     row_pages = [-(-kv_len // page_size) for _, kv_len in case.rows]
     num_pages = 1 + sum(row_pages) + 2
@@ -125,6 +132,7 @@ SMOLLM2_135M: dict[str, Any] = {
 QWEN3_14B: dict[str, Any] = {"num_heads": 40, "num_kv_heads": 8, "head_dim": 128}
 GEMMA2_9B: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "soft_cap": 50.0}
 GPT_OSS_20B: dict[str, Any] = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "sinks": True}
+PHI3_MINI: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 32, "head_dim": 96}
 MISTRAL_7B: dict[str, Any] = {**LLAMA_8B, "sliding_window": 4096}
 
 CASES: tuple[Case, ...] = (
@@ -147,6 +155,9 @@ CASES: tuple[Case, ...] = (
     Case("gptoss-decode-64-2k", ((1, 2048),) * 64, **GPT_OSS_20B),
     Case("gptoss-local-64-2k", ((1, 2048),) * 64, **GPT_OSS_20B, sliding_window=128),
     Case("mistral-decode-32-8k", ((1, 8192),) * 32, **MISTRAL_7B),
+    Case("llama8b-verify4-64-4k", ((4, 4096),) * 64, **LLAMA_8B, queries_per_row=4),
+    Case("llama8b-verify8-1-32k", ((8, 32768),), **LLAMA_8B, queries_per_row=8),
+    Case("phi3-decode-64-2k", ((1, 2048),) * 64, **PHI3_MINI),
     Case("llama8b-prefill-8k", ((8192, 8192),), **LLAMA_8B),
     Case("llama8b-chunk-2k-of-10k", ((2048, 10240),), **LLAMA_8B),
     Case("llama8b-mixed", ((1, 1024),) * 64 + ((1024, 1024), (960, 3008)), **LLAMA_8B),

@@ -119,6 +119,7 @@ def max_tiles(num_tokens: int, num_rows: int) -> int:
     return (num_tokens + rows * (TILE - 1 + ALIGNMENT - 1)) // TILE
 
 
+@jax.named_scope("prefill_plan")
 def make_plan(meta: AttentionMeta, num_tokens: int, sliding_window: int | None = None) -> Plan:
     """Cuts the rows with chunks into tiles."""
     num_rows = len(meta.kv_lens)

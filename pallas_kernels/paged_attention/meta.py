@@ -22,6 +22,8 @@ class AttentionMeta:
         token    0   1   2 3 4 5  6 7 8   9 (padding)
         query_start = [0, 1, 2, 6, 9, 9]    num_decode_rows = 2
 
+    In a "decode" call each row, padding rows too, has the same number of queries instead.
+
     Page 0 takes the writes of padding tokens and is never given to a sequence. Entries of
     `page_table` beyond a row's `kv_lens` may hold anything.
     """
@@ -46,6 +48,7 @@ class AttentionSpec:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    queries_per_row: int = 1  # of a "decode" call
 
     @property
     def group(self) -> int:

@@ -10,6 +10,7 @@ known only at run time make the cost follow the real lengths instead of the page
 Both keep a running maximum and sum (online softmax, arXiv:1805.02867) in float32.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -61,6 +62,11 @@ def attend(
     rows_kernel = rows_kernel or attend_rows
     chunks_kernel = chunks_kernel or attend_chunks
     options = {"sm_scale": sm_scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    if kind == "decode" and len(q) > len(meta.kv_lens) and rows_kernel is attend_rows:
+        queries_per_row = len(q) // len(meta.kv_lens)
+        every = jnp.arange(len(meta.kv_lens) + 1, dtype=jnp.int32) * queries_per_row
+        meta = dataclasses.replace(meta, query_start=every, num_decode_rows=jnp.int32(0))
+        return attend_chunks(q, jnp.zeros_like(q), kv_pages, meta, sinks=sinks, **options)
     if kind == "decode":
         return rows_kernel(q, kv_pages, meta.page_table, meta.kv_lens, sinks=sinks, **options)
     num_rows = min(len(meta.kv_lens), len(q))  # a decode row has a token of its own

@@ -53,6 +53,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
     """Why the kernel can't do a case, or None where it can."""
     if spec.head_dim % LANES:
         return f"head width {spec.head_dim} (a multiple of {LANES} is needed)"
+    if spec.queries_per_row > 1:
+        return f"{spec.queries_per_row} queries a row (1 works)"
     if spec.kv_dtype not in ("bfloat16", "float32"):
         return f"a {spec.kv_dtype} cache (bfloat16 and float32 work)"
     if spec.page_size % 8:
@@ -81,6 +83,7 @@ def attend(
         head_dim=q.shape[2],
         page_size=kv_pages.shape[1],
         kv_dtype=kv_pages.dtype.name,
+        queries_per_row=len(q) // len(meta.kv_lens) if kind == "decode" else 1,
     )
     if reason := unsupported(spec):
         raise NotImplementedError(

@@ -106,6 +106,13 @@ def test_decode_equals_dense_softmax(rows, window):
     check(case)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_decode_with_several_queries_a_row_equals_dense_softmax(window):
+    rows = tuple((3, n) for n in (300, 3, 64, 66))
+    case = Case("", rows, **SMALL, queries_per_row=3, sliding_window=window, padding_rows=2)
+    check(case)
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
     [(1, 1, 64), (9, 3, 64), (4, 4, 96), (8, 1, 128), (16, 1, 256), (10, 2, 80)],
@@ -266,8 +273,14 @@ def test_contradictions_are_refused():
     one = dataclasses.replace(
         meta, kv_lens=meta.kv_lens[:1], page_table=meta.page_table[:1], query_start=jnp.arange(2)
     )
-    with pytest.raises(ValueError, match="decode: 2 tokens for 1 rows"):
-        call(q, k, v, kv_pages, one)
+    three = [jnp.concatenate([a, a[:1]]) for a in (q, k, v)]
+    uneven = dataclasses.replace(meta, slot_mapping=jnp.arange(3))
+    with pytest.raises(ValueError, match="decode: 3 tokens for 2 rows; allowed: 1 to 8 each"):
+        call(*three, kv_pages, uneven)
+    nine = [jnp.resize(a, (9, *a.shape[1:])) for a in (q, k, v)]
+    many = dataclasses.replace(one, slot_mapping=jnp.arange(9))
+    with pytest.raises(ValueError, match="decode: 9 tokens for 1 rows; allowed: 1 to 8 each"):
+        call(*nine, kv_pages, many)
     with pytest.raises(ValueError, match="impl is 'cuda'; allowed: reference, tpu, gpu"):
         call(q, k, v, kv_pages, meta, impl="cuda")
     with pytest.raises(ValueError, match="sliding_window is 0"):

@@ -15,12 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention import (
     AttentionSpec,
     gpu,
+    gpu_decode,
     gpu_prefill,
     paged_attention,
     reference,
     write_kv,
 )
 from pallas_kernels.paged_attention.cases import Case, make_inputs
+from pallas_kernels.paged_attention.gpu_plan import BLOCK, make_plan
 
 SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
 
@@ -55,7 +57,7 @@ def check(case, config, races=False):
 def test_ragged_rows_over_few_and_many_workers(window, workers):
     rows = tuple((1, n) for n in (300, 1, 64, 65))
     case = Case("", rows, **SMALL, sliding_window=window, padding_rows=1)
-    check(case, gpu.Config(workers=workers, stages=2))
+    check(case, gpu_decode.Config(workers=workers, stages=2))
 
 
 @pytest.mark.parametrize(
@@ -65,21 +67,43 @@ def test_ragged_rows_over_few_and_many_workers(window, workers):
         (3, 3, 256, 8, "float16"),
         (10, 2, 128, 32, "bfloat16"),
         (2, 2, 64, 64, "float16"),
+        (4, 2, 96, 16, "bfloat16"),
     ],
 )
 def test_head_shapes_page_sizes_and_no_races(heads, kv_heads, head_dim, page_size, dtype):
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     case = Case("", ((1, 200), (1, 70)), **sizes, page_size=page_size, padding_rows=1)
-    check(case, gpu.Config(workers=3, stages=2, query_buffers=1), races=True)
+    check(case, gpu_decode.Config(workers=3, stages=2, query_buffers=1), races=True)
+
+
+@pytest.mark.parametrize(("queries", "window"), [(2, None), (5, 70), (8, 1)])
+def test_several_new_tokens_a_row(queries, window):
+    rows = tuple((queries, n) for n in (300, queries, 66, 128))
+    case = Case("", rows, **SMALL, queries_per_row=queries, sliding_window=window, padding_rows=1)
+    check(case, gpu_decode.Config(workers=5, stages=2))
+
+
+def test_several_new_tokens_of_many_heads_with_sinks():
+    rows = tuple((4, n) for n in (150, 9))
+    many = {"num_heads": 16, "num_kv_heads": 1, "head_dim": 64, "soft_cap": 3.0, "sinks": True}
+    case = Case("", rows, **many, queries_per_row=4)
+    check(case, gpu_decode.Config(workers=3, stages=2))
+
+
+def test_two_workers_a_thread_block_and_no_races():
+    case = Case("", ((1, 300), (1, 65), (1, 1)), **SMALL)
+    check(case, gpu_decode.Config(workers=6, pairs=2, stages=2, query_buffers=1), races=True)
 
 
 def test_soft_cap_and_sinks():
     case = Case("", ((1, 130), (1, 20)), **SMALL, soft_cap=3.0, sinks=True)
-    check(case, gpu.Config(workers=4, stages=3))
+    check(case, gpu_decode.Config(workers=4, stages=3))
 
 
 def test_mixed_step_agrees_with_the_reference(monkeypatch):
-    monkeypatch.setattr(gpu, "default_config", lambda spec: gpu.Config(workers=3, stages=2))
+    monkeypatch.setattr(
+        gpu_decode, "default_config", lambda *_: gpu_decode.Config(workers=3, stages=2)
+    )
     few = gpu_prefill.Config(num_blocks=2)
     monkeypatch.setattr(gpu_prefill, "default_config", lambda spec: few)
     case = Case("", ((1, 130), (1, 20), (40, 90)), **SMALL, padding_rows=1, padding_tokens=3)
@@ -100,19 +124,21 @@ def test_mixed_step_agrees_with_the_reference(monkeypatch):
     st.sampled_from([1, 5, 132]),
 )
 def test_plan_covers_every_block_once(lens, num_kv_heads, window, workers):
-    config = gpu.Config(workers=workers)
-    plan = gpu.make_plan(jnp.asarray(lens, jnp.int32), num_kv_heads, window, config)
+    plan = make_plan(jnp.asarray(lens, jnp.int32), num_kv_heads, window, workers)
     plan = jax.tree.map(np.asarray, plan)
     live = sum(n > 0 for n in lens)
     assert sorted(plan.rows) == list(range(len(lens)))
     assert [n > 0 for n in plan.lens] == [place < live for place in range(len(lens))]
     done = []
     doers = {}  # of a task: workers, in order
-    for worker, (place, head, block, count, segments, num_live) in enumerate(plan.work):
+    starters = {}  # of a worker's first task
+    for worker, (place, head, block, count, segments, num_live, *first) in enumerate(plan.work):
         assert num_live == live
+        starters[worker] = (first[0], segments and (first[1], head))
+        assert first[1:] == [plan.rows[place], plan.lens[place]]
         for _ in range(segments):
             length = plan.lens[place]
-            todo = min(-(-length // gpu.BLOCK) - block, count)
+            todo = min(-(-length // BLOCK) - block, count)
             assert todo > 0
             row = plan.rows[place]
             done += [(row, head, block + i) for i in range(todo)]
@@ -127,14 +153,16 @@ def test_plan_covers_every_block_once(lens, num_kv_heads, window, workers):
         (row, head, block)
         for row, n in enumerate(lens)
         for head in range(num_kv_heads)
-        for block in range(max(0, n - (window or n)) // gpu.BLOCK, -(-n // gpu.BLOCK))
+        for block in range(max(0, n - (window or n)) // BLOCK, -(-n // BLOCK))
     ]
     assert sorted(done) == expected
     split = {task: at for task, at in doers.items() if len(at) > 1}
     assert all(at == list(range(at[0], at[-1] + 1)) for at in split.values())
+    assert not plan.splits[:, 3].any()
+    assert all(task == 0 or doers[task][0] == first for first, task in starters.values())
     merged = {
         (row, head): list(range(worker, worker + parts))
-        for worker, (row, head, parts) in enumerate(plan.splits)
+        for worker, (row, head, parts, _) in enumerate(plan.splits)
         if parts
     }
     assert merged == split
@@ -144,15 +172,17 @@ def test_unsupported_cases_are_named():
     spec = AttentionSpec("decode", 32, 8, 128, 16, "bfloat16")
     assert gpu.unsupported(spec) is None
     for change, said in (
-        ({"head_dim": 96}, "head width 96"),
-        ({"num_heads": 136}, "17 queries a kv head"),
+        ({"head_dim": 80}, "head width 80"),
+        ({"head_dim": 288}, "head width 288"),
+        ({"num_heads": 520}, "65 heads x 1 queries a kv head"),
+        ({"queries_per_row": 17}, "4 heads x 17 queries a kv head"),
         ({"kv_dtype": "float32"}, "a float32 cache"),
         ({"page_size": 24}, "page size 24"),
     ):
         assert said in gpu.unsupported(dataclasses.replace(spec, **change))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", range(32, 257, 32))
 def test_default_config_fits_shared_memory(head_dim):
     spec = AttentionSpec("decode", 32, 8, head_dim, 16, "bfloat16")
-    assert gpu.default_config(spec).shared_bytes(head_dim) <= gpu.SHARED_BYTES
+    assert gpu_decode.default_config(spec).shared_bytes(head_dim) <= gpu_decode.SHARED_BYTES

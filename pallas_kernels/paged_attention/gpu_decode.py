@@ -1,0 +1,645 @@
+"""Paged attention on a Hopper GPU, in Pallas Mosaic GPU: rows with one or a few new tokens.
+
+A call must read kv_len x 2 K H elements a row and little else. On an H200 (JAX 0.11.2,
+2026-11-30, 32 heads over 8, width 128, page 16) a whole call with its plan runs at 95 % of the copy
+rate at 32 rows of 8k, 89 % at 64 of 4k, 91 % at 256 of 1k, but 44 % at one row of 32k.
+
+`gpu_plan` shares the blocks of all (row, kv head) tasks out to workers, which stay on their
+multiprocessor. A worker is two warpgroups: one issues the copies of pages into a ring in shared
+memory, the other multiplies. A thread block has one such pair, or two where blocks of keys are so
+small that multiplying takes longer than copying.
+
+A kv head's queries are rows of a 64-row matrix, new tokens in order, the heads of the group
+together; what the other rows hold is never written:
+
+    row      0 .. G-1     G .. 2G-1   ..   (Q-1)G .. QG-1   QG .. 63
+    query    oldest                        newest           none
+
+Of a task in parts, whoever writes the last part weighs them all (arXiv:2311.01282) and writes the
+output. Parts are counted in the plan, which is the kernel's input; the last sets the count back, so
+that every layer finds it 0. Nobody waits for anybody, so workers need not all be resident.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.pallas import mosaic_gpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.gpu_plan import BLOCK, make_plan
+from pallas_kernels.paged_attention.meta import AttentionSpec
+
+plgpu: Any = mosaic_gpu  # whose annotations call its transforms abstract and its ACC private
+mgpu: Any = mosaic
+
+LANES = 32  # columns of a partial result that lie together
+MERGE_AT_ONCE = 4  # parts
+SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
+LOG2_E = math.log2(math.e)
+# Of a thread, by pairs of warpgroups in a thread block: multiplying, copying. A launch gives 256
+# threads 255 each and 512 threads 128; asking for more in all would wait for ever.
+REGISTERS = {1: (256, 96), 2: (208, 48)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """workers: pairs of warpgroups, all thread blocks' together. pairs: of a thread block.
+    stages: blocks of K and V in flight each, a worker. merge_inside: the last worker to finish a
+    task in parts merges them, else a second kernel does.
+    """
+
+    workers: int = 132
+    pairs: int = 1
+    stages: int = 4
+    query_buffers: int = 2
+    merge_inside: bool = True
+
+    def __post_init__(self):
+        for name, low in (("workers", 1), ("stages", 2), ("query_buffers", 1)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {low} or more")
+        if self.pairs not in REGISTERS:
+            raise ValueError(f"pairs is {self.pairs}; allowed: 1, 2")
+        if self.workers % self.pairs:
+            raise ValueError(f"workers is {self.workers}, no multiple of {self.pairs} pairs")
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory a thread block takes, near enough."""
+        ring = self.stages * 2 * BLOCK * head_dim * 2
+        queries = self.query_buffers * BLOCK * head_dim * 2
+        return self.pairs * (ring + queries + BLOCK * head_dim * 4) + 2048
+
+
+# What `python -m bench.kernels --sweep` found fastest: device kind -> head width, page size.
+TUNED: dict[str, dict[tuple[int, int], Config]] = {}
+MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of the others: 132
+
+
+def default_config(spec: AttentionSpec, device_kind: str = "") -> Config:
+    """The tuned settings of this kind of device, or else as many stages as fit, 4 at most."""
+    if tuned := TUNED.get(device_kind, {}).get((spec.head_dim, spec.page_size)):
+        return tuned
+    blocks = MULTIPROCESSORS.get(device_kind, 132)
+    pairs = 2 if spec.head_dim <= 64 else 1
+    for stages, query_buffers in ((4, 2), (3, 2), (2, 2), (2, 1)):
+        config = Config(pairs * blocks, pairs, stages, query_buffers)
+        if config.shared_bytes(spec.head_dim) <= SHARED_BYTES:
+            return config
+    raise NotImplementedError(f"head width {spec.head_dim} does not fit shared memory")
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    """Why the kernel can't do a case, or None where it can."""
+    if spec.head_dim % 32 or not 32 <= spec.head_dim <= 256:
+        return f"head width {spec.head_dim} (multiples of 32 up to 256 work)"
+    if spec.group * spec.queries_per_row > BLOCK:
+        return f"{spec.group} heads x {spec.queries_per_row} queries a kv head ({BLOCK} at most)"
+    if spec.kv_dtype not in ("bfloat16", "float16"):
+        return f"a {spec.kv_dtype} cache (bfloat16 and float16 work)"
+    if spec.page_size not in (8, 16, 32, 64, 128):
+        return f"page size {spec.page_size} (8, 16, 32, 64 and 128 work)"
+    return None
+
+
+def attend_rows(
+    q: Float[Array, "T N H"],
+    kv_pages: Float[Array, "pages page_size 2*K H"],
+    page_table: Int[Array, "S P"],
+    kv_lens: Int[Array, "S"],
+    *,
+    sm_scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "N"] | None,
+    config: Config,
+    interpret: Any = None,
+) -> Float[Array, "T N H"]:
+    """T / S queries a row, its sequence's newest tokens. Zeros for rows of length 0."""
+    num_rows, (num_tokens, num_heads, head_dim) = len(kv_lens), q.shape
+    queries_per_row = num_tokens // num_rows
+    _, page_size, num_parts, _ = kv_pages.shape
+    num_kv_heads = num_parts // 2
+    group = num_heads // num_kv_heads
+    used = queries_per_row * group
+    rows = 8 * math.ceil(used / 8)  # copies into tiled shared memory move 8 rows at least
+    dtype = kv_pages.dtype
+    plan = make_plan(kv_lens, num_kv_heads, sliding_window, config.workers, queries_per_row)
+    interpreted = interpret is not None
+    merge_inside = config.merge_inside and not interpreted  # it can't count
+    options = {"interpret": interpret} if interpreted else {}
+    # A copy may reach past an array's end: nothing is read or written there. That serves where one
+    # tile of 8 rows holds a head's queries, though not in the interpreter.
+    stored = used if used <= 8 and not interpreted else rows
+    queries = q.reshape(num_rows, queries_per_row, num_kv_heads, group, head_dim).astype(dtype)
+    queries = jnp.moveaxis(queries, 1, 2).reshape(num_rows, num_kv_heads, used, head_dim)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, stored - used), (0, 0)))
+    inputs = [queries, kv_pages, page_table, *plan]
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group) * LOG2_E
+        sinks = jnp.tile(sinks, (1, queries_per_row))
+        inputs.append(jnp.pad(sinks, ((0, 0), (0, BLOCK - used))))
+    body = functools.partial(
+        _worker,
+        has_sinks=sinks is not None,
+        rows=rows,
+        group=group,
+        queries_per_row=queries_per_row,
+        page_size=page_size,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        config=config,
+    )
+    compiler_params = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
+    )
+    slots, columns = 2 * config.workers, head_dim // LANES
+    out, part, part_lse = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((num_rows, num_kv_heads, stored, head_dim), dtype),
+            jax.ShapeDtypeStruct((slots, rows // 8, columns, 8, LANES), jnp.float32),
+            jax.ShapeDtypeStruct((slots, BLOCK, LANES), jnp.float32),
+        ],
+        scratch_types=_scratch(config, head_dim, page_size, dtype, merge_inside, interpreted),
+        grid=(config.workers // config.pairs,),
+        grid_names=("block",),
+        num_threads=2 * config.pairs,
+        thread_name="warpgroup",
+        kernel_name="paged_decode",
+        compiler_params=compiler_params,
+        **options,
+    )(*inputs)
+    if not merge_inside:
+        out_ref = jax.new_ref(out)
+        merge: Any = pl.kernel(
+            functools.partial(_merge_apart, out_ref=out_ref),
+            mesh=plgpu.Mesh(grid=(config.workers, rows // 8), grid_names=("worker", "tile")),
+            compiler_params=compiler_params,
+            name="paged_decode_merge",
+            **options,
+        )
+        merge(part, part_lse, plan.splits)
+        out = jax.freeze(out_ref)
+    out = out[:, :, :used].reshape(num_rows, num_kv_heads, queries_per_row, group, head_dim)
+    return jnp.moveaxis(out, 2, 1).reshape(q.shape).astype(q.dtype)
+
+
+def _scratch(config, head_dim, page_size, dtype, merge_inside, interpreted) -> dict[str, Any]:
+    """Shared memory, and barriers that order its use; of each pair of warpgroups in turn."""
+    tile = _tile_columns(head_dim)
+    tiled = (plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(2 * tile))
+    tiled_f32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    queries, stages = (config.pairs * n for n in (config.query_buffers, config.stages))
+    ring = plgpu.SMEM((stages, BLOCK, head_dim), dtype, transforms=tiled)
+    full = plgpu.Barrier(num_arrivals=max(1, BLOCK // page_size), num_barriers=stages)
+    free = plgpu.Barrier(num_barriers=stages)
+    outs: list[Any] = [  # of a whole task, of a part of one, of 8 rows of merged ones
+        plgpu.SMEM((config.pairs, BLOCK, head_dim), dtype, transforms=tiled),
+        plgpu.SMEM((config.pairs, BLOCK, head_dim), jnp.float32, transforms=tiled_f32),
+    ]
+    if merge_inside:
+        merged = plgpu.SMEM((config.pairs, head_dim // LANES, 8, LANES), dtype)
+        outs.append([merged, plgpu.SMEM((config.pairs,), jnp.int32)])
+    return {
+        "queries_smem": plgpu.SMEM((queries, BLOCK, head_dim), dtype, transforms=tiled),
+        "k_smem": ring,
+        "v_smem": ring,
+        "out_smem": plgpu.RefUnion(*outs),
+        # The interpreter has no multiplication whose left side is in registers.
+        "weights_smem": plgpu.SMEM(
+            (config.pairs, BLOCK, BLOCK),
+            dtype,
+            transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)),
+        )
+        if interpreted
+        else None,
+        "queries_full": plgpu.Barrier(num_barriers=queries),
+        "queries_free": plgpu.Barrier(num_barriers=queries),
+        "k_full": full,
+        "v_full": full,
+        "k_free": free,
+        "v_free": free,
+    }
+
+
+def _tile_columns(head_dim: int) -> int:
+    """Columns that lie together in shared memory, swizzled over 128 bytes or over 64."""
+    return 64 if head_dim % 64 == 0 else 32
+
+
+def _merge_apart(part_ref, lse_ref, splits_ref, out_ref):
+    """A kernel that merges 8 rows of the task that each worker began and others went on with."""
+    worker, tile = lax.axis_index("worker"), lax.axis_index("tile")
+
+    def merge(out_smem):
+        pl.when(splits_ref[worker, 2] > 0)(
+            lambda: _merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem)
+        )
+
+    pl.run_scoped(merge, plgpu.SMEM(part_ref.shape[2:], out_ref.dtype))
+
+
+def _merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem):
+    """Weighs 8 rows of the parts of the task that `worker` began, and writes them."""
+    _, _, columns, rows, lanes = part_ref.shape
+    row, head, parts = (splits_ref[worker, i] for i in range(3))
+
+    def step(i, state):
+        top, total, *outs = state
+        lses, values = [], []
+        for j in range(MERGE_AT_ONCE):  # loads of several parts, to wait for all together
+            part = jnp.minimum(i * MERGE_AT_ONCE + j, parts - 1)
+            slot = 2 * (worker + part) + jnp.where(part == 0, 1, 0)
+            surplus = jnp.where(i * MERGE_AT_ONCE + j < parts, 0.0, reference.MASKED)
+            lses.append(lse_ref[slot, pl.ds(tile * rows, rows)] + surplus)
+            values.append([part_ref[slot, tile, column] for column in range(columns)])
+        new_top = functools.reduce(jnp.maximum, lses, top)
+        keep = jnp.exp2(top - new_top)
+        weights = [jnp.exp2(lse - new_top) for lse in lses]
+        total = sum(weights, total * keep)
+        outs = [
+            sum((w * v[c] for w, v in zip(weights, values, strict=True)), out * keep)
+            for c, out in enumerate(outs)
+        ]
+        return new_top, total, *outs
+
+    shape = (rows, lanes)
+    zeros = jnp.zeros(shape, jnp.float32)
+    _, total, *outs = lax.fori_loop(
+        0,
+        pl.cdiv(parts, MERGE_AT_ONCE),
+        step,
+        (jnp.full(shape, reference.MASKED, jnp.float32), zeros, *[zeros] * columns),
+    )
+    scale = 1 / total
+    for column, out in enumerate(outs):
+        out_smem[column] = (out * scale).astype(out_smem.dtype)
+    plgpu.commit_smem()
+    for column in range(columns):
+        plgpu.copy_smem_to_gmem(
+            out_smem.at[column],
+            out_ref.at[row, head, pl.ds(tile * rows, rows), pl.ds(column * lanes, lanes)],
+        )
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _arrive(count_ref, smem, parts):
+    """Whether this warpgroup is the last of `parts` to come here; then sets the count back to 0.
+
+    What each wrote before, and has waited for, can be read by the last.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def arrive(_, count_ref, smem, parts):
+        parts = parts.registers.item()
+        count, word = mgpu.utils.memref_ptr(count_ref), mgpu.utils.memref_ptr(smem)
+        mgpu.utils.warpgroup_barrier()
+        with mgpu.utils.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
+            mgpu.utils.inline_ptx(
+                "{ .reg .u32 seen, last; .reg .pred is_last;"
+                " fence.acq_rel.gpu;"
+                " atom.acq_rel.gpu.global.add.u32 seen, [$0], 1;"
+                " add.u32 seen, seen, 1;"
+                " setp.eq.u32 is_last, seen, $2;"
+                " @is_last st.relaxed.gpu.global.u32 [$0], 0;"
+                " selp.u32 last, 1, 0, is_last;"
+                " st.shared.u32 [$1], last; }",
+                count,
+                word,
+                parts,
+                has_side_effects=True,
+            )
+        mgpu.utils.warpgroup_barrier()
+        last = mgpu.utils.inline_ptx(
+            "ld.volatile.shared.u32 $0, [$1];", word, result_types=parts.type, has_side_effects=True
+        )
+        return mgpu.FragmentedArray.splat(last, (), is_signed=True)
+
+    return arrive(count_ref, smem, parts) != 0
+
+
+def _worker(
+    queries_ref,
+    kv_ref,
+    page_table_ref,
+    rows_ref,
+    lens_ref,
+    first_ref,
+    work_ref,
+    splits_ref,
+    *rest_refs,
+    queries_smem,
+    k_smem,
+    v_smem,
+    out_smem,
+    weights_smem,
+    queries_full,
+    queries_free,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    has_sinks,
+    rows,
+    group,
+    queries_per_row,
+    page_size,
+    sm_scale,
+    sliding_window,
+    soft_cap,
+    config,
+):
+    *sinks_ref, out_ref, part_ref, part_lse_ref = rest_refs
+    assert len(sinks_ref) == has_sinks
+    num_kv_heads = out_ref.shape[1]
+    warpgroup = lax.axis_index("warpgroup")
+    pair = lax.rem(warpgroup, jnp.int32(config.pairs)) if config.pairs > 1 else 0
+    worker = lax.axis_index("block") * config.pairs + pair
+    whole_smem, part_smem, *merge_smem = out_smem
+    whole_smem, part_smem = whole_smem.at[pair], part_smem.at[pair]
+    num_places = lens_ref.shape[0]
+    head_dim = k_smem.shape[-1]
+
+    def read_work(*columns):
+        return [work_ref[worker, i] for i in columns]
+
+    def slot_of(i, size):
+        """Of this pair's `size`, the one whose turn it is at `i`."""
+        return pair * size + lax.rem(i, jnp.int32(size))
+
+    def todo_of(block, done, length):
+        """Blocks of a segment."""
+        return jnp.minimum(pl.cdiv(length, BLOCK) - block, read_work(3)[0] - done)
+
+    def next_of(place, head):
+        """Where the next segment starts: place, head, block."""
+        wraps = head + 1 == num_kv_heads
+        next_place = jnp.where(wraps, jnp.minimum(place + 1, num_places - 1), place)
+        return next_place, jnp.where(wraps, 0, head + 1), first_ref[next_place]
+
+    [segments] = read_work(4)
+    compute_registers, copy_registers = REGISTERS[config.pairs]
+
+    @pl.when(warpgroup >= config.pairs)
+    def _():
+        plgpu.set_max_registers(copy_registers, action="decrease")
+
+        def segment(j, state):
+            place, head, block, done, row, length = state
+            todo = todo_of(block, done, length)
+            last_page = lax.div(length - 1, jnp.int32(page_size))
+            buffer = slot_of(j, config.query_buffers)
+
+            @pl.when(j >= config.query_buffers)
+            def _():
+                plgpu.barrier_wait(queries_free.at[buffer])
+
+            plgpu.copy_gmem_to_smem(
+                queries_ref.at[row, head, pl.ds(0, rows)],
+                queries_smem.at[buffer, pl.ds(0, rows)],
+                queries_full.at[buffer],
+            )
+
+            def load(i, _):
+                stage = slot_of(done + i, config.stages)
+                token = (block + i) * BLOCK
+                # Past the row's last page: that page again, to be masked.
+                pages = [
+                    page_table_ref[
+                        row,
+                        jnp.minimum(lax.div(token, jnp.int32(page_size)) + p, last_page),
+                    ]
+                    for p in range(max(1, BLOCK // page_size))
+                ]
+                copied = min(BLOCK, page_size)
+                offset = lax.rem(token, jnp.int32(page_size)) if page_size > BLOCK else 0
+                for part, smem, full, free in (
+                    (0, k_smem, k_full, k_free),
+                    (1, v_smem, v_full, v_free),
+                ):
+
+                    @pl.when(done + i >= config.stages)
+                    def _(free=free):
+                        plgpu.barrier_wait(free.at[stage])
+
+                    for p, page in enumerate(pages):
+                        plgpu.copy_gmem_to_smem(
+                            kv_ref.at[page, pl.ds(offset, copied), 2 * head + part],
+                            smem.at[stage, pl.ds(p * copied, copied)],
+                            full.at[stage],
+                        )
+                return ()
+
+            lax.fori_loop(0, todo, load, ())
+            place, head, block = next_of(place, head)
+            return place, head, block, done + todo, rows_ref[place], lens_ref[place]
+
+        *start, row, length = read_work(0, 1, 2, 7, 8)
+        lax.fori_loop(0, segments, segment, (*start, jnp.int32(0), row, length))
+
+        [count] = read_work(3)
+
+        # Leave only when all that was sent has been consumed.
+        def drain(i, _):
+            stage = slot_of(i, config.stages)
+            plgpu.barrier_wait(k_free.at[stage])
+            plgpu.barrier_wait(v_free.at[stage])
+            return ()
+
+        lax.fori_loop(jnp.maximum(count - config.stages, 0), count, drain, ())
+
+        def drain_queries(j, _):
+            plgpu.barrier_wait(queries_free.at[slot_of(j, config.query_buffers)])
+            return ()
+
+        lax.fori_loop(jnp.maximum(segments - config.query_buffers, 0), segments, drain_queries, ())
+
+    @pl.when(warpgroup < config.pairs)
+    def _():
+        plgpu.set_max_registers(compute_registers, action="increase")
+
+        # Rows without work: zeros, spread over the workers.
+        [live] = read_work(5)
+        empty = (num_places - live) * num_kv_heads
+        todo_empty = lax.div(empty - worker + config.workers - 1, jnp.int32(config.workers))
+
+        @pl.when(todo_empty > 0)
+        def _():
+            whole_smem[...] = jnp.zeros(whole_smem.shape, whole_smem.dtype)
+            plgpu.commit_smem()
+
+            def clear(i, _):
+                task = worker + i * config.workers
+                row = rows_ref[live + lax.div(task, jnp.int32(num_kv_heads))]
+                plgpu.copy_smem_to_gmem(
+                    whole_smem.at[pl.ds(0, rows)],
+                    out_ref.at[row, lax.rem(task, jnp.int32(num_kv_heads)), pl.ds(0, rows)],
+                )
+                return ()
+
+            lax.fori_loop(0, todo_empty, clear, ())
+
+        def is_begun(j):
+            """Whether another worker began the task of a segment; read anew, to save a register."""
+            return (read_work(6)[0] != worker) & (j == 0)
+
+        def segment(j, state):
+            place, head, block, done = state
+            row, length = rows_ref[place], lens_ref[place]
+            todo = todo_of(block, done, length)
+            buffer = slot_of(j, config.query_buffers)
+            plgpu.barrier_wait(queries_full.at[buffer])
+
+            def multiply(i, carry):
+                out, top, total = carry
+                stage = slot_of(done + i, config.stages)
+                token = (block + i) * BLOCK
+                plgpu.barrier_wait(k_full.at[stage])
+
+                def query_key(acc):
+                    plgpu.wgmma(
+                        acc,
+                        queries_smem.at[buffer],
+                        k_smem.at[stage].transpose((1, 0)),
+                    )
+                    return acc[...]
+
+                scores = pl.run_scoped(query_key, plgpu.ACC((BLOCK, BLOCK), jnp.float32))
+                plgpu.barrier_arrive(k_free.at[stage])
+                if soft_cap is None:
+                    scores = scores * (sm_scale * LOG2_E)
+                else:
+                    scores = jnp.tanh(scores * (sm_scale / soft_cap)) * (soft_cap * LOG2_E)
+                position = lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 1) + token
+                newest = length - 1
+                if queries_per_row > 1:  # row by row: queries see up to their own position
+                    newer = (
+                        queries_per_row
+                        - 1
+                        - _div(lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 0), group)
+                    )
+                    newest = newest - jnp.maximum(newer, 0)
+                seen = position <= newest
+                if sliding_window is not None:
+                    seen = seen & (position > newest - sliding_window)
+                scores = jnp.where(seen, scores, reference.MASKED)
+                new_top = jnp.maximum(top, scores.max(axis=1))
+                keep = jnp.exp2(top - new_top)
+                weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, (0,)))
+                total = total * keep + weights.sum(axis=1)
+                weights = weights.astype(v_smem.dtype)
+                plgpu.barrier_wait(v_full.at[stage])
+
+                # Cache past the row's end may be NaN, which a weight of 0 does not silence.
+                @pl.when(token + BLOCK > length)
+                def _():
+                    columns = _tile_columns(head_dim)  # few at once, for registers' sake
+                    value_row = lax.broadcasted_iota(jnp.int32, (BLOCK, columns), 0) + token
+                    for column in range(0, head_dim, columns):
+                        part = v_smem.at[stage, :, pl.ds(column, columns)]
+                        values = part[...]
+                        part[...] = jnp.where(value_row < length, values, jnp.zeros_like(values))
+                    plgpu.commit_smem()
+
+                if weights_smem is None:
+                    left = weights
+                else:
+                    left = weights_smem.at[pair]
+                    left[...] = weights
+                    plgpu.commit_smem()
+
+                out = out * lax.broadcast_in_dim(keep, out.shape, (0,))
+
+                def weight_value(acc):
+                    plgpu.wgmma(acc, left, v_smem.at[stage])
+
+                if weights_smem is None:
+                    out = pl.run_state(weight_value)(plgpu.ACC.init(out))
+                else:  # the interpreter can't start from what is there
+
+                    def from_zero(acc):
+                        weight_value(acc)
+                        return acc[...]
+
+                    out = out + pl.run_scoped(from_zero, plgpu.ACC((BLOCK, head_dim), jnp.float32))
+                plgpu.barrier_arrive(v_free.at[stage])
+                return out, new_top, total
+
+            top = jnp.full((BLOCK,), reference.MASKED, jnp.float32)
+            total = jnp.zeros((BLOCK,), jnp.float32)
+            if has_sinks:  # a sink counts once, as a key without a value before all others
+                begun = is_begun(j)
+                sink = plgpu.load(sinks_ref[0].at[head], optimized=False)
+                top = sink + jnp.where(begun, reference.MASKED, 0.0)
+                total = total + jnp.where(begun, 0.0, 1.0)
+            out = jnp.zeros((BLOCK, head_dim), jnp.float32)
+            out, top, total = lax.fori_loop(0, todo, multiply, (out, top, total))
+            plgpu.barrier_arrive(queries_free.at[buffer])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the segment before
+            out = out * lax.broadcast_in_dim(1 / total, out.shape, (0,))
+            begun = is_begun(j)
+            goes_on = block + todo < pl.cdiv(length, BLOCK)  # in the next worker
+
+            @pl.when(jnp.logical_not(begun | goes_on))
+            def _():
+                whole_smem[...] = out.astype(whole_smem.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    whole_smem.at[pl.ds(0, rows)],
+                    out_ref.at[row, head, pl.ds(0, rows)],
+                )
+
+            @pl.when(begun | goes_on)
+            def _():
+                slot = 2 * worker + jnp.where(begun, 0, 1)
+                part_smem[...] = out
+                plgpu.commit_smem()
+                for tile, column in itertools.product(range(rows // 8), range(head_dim // LANES)):
+                    plgpu.copy_smem_to_gmem(
+                        part_smem.at[pl.ds(8 * tile, 8), pl.ds(column * LANES, LANES)],
+                        part_ref.at[slot, tile, column],
+                    )
+                lse = top + jnp.log2(total)
+                part_lse_ref[slot] = lax.broadcast_in_dim(lse, (BLOCK, LANES), (0,))
+                if not merge_smem:
+                    return
+                [(merged_smem, arrived_smem)] = merge_smem
+                starter = jnp.where(begun, read_work(6)[0], worker)
+                plgpu.wait_smem_to_gmem(0)
+                last = _arrive(
+                    splits_ref.at[starter, pl.ds(3, 1)],
+                    arrived_smem.at[pl.ds(pair, 1)],
+                    splits_ref[starter, 2],
+                )
+
+                @pl.when(last)
+                def _():
+                    def merge(tile, _):
+                        refs = part_ref, part_lse_ref, splits_ref, out_ref, merged_smem.at[pair]
+                        _merge(starter, tile, *refs)
+                        return ()
+
+                    lax.fori_loop(0, rows // 8, merge, ())
+
+            return *next_of(place, head), done + todo
+
+        start = read_work(0, 1, 2)
+        lax.fori_loop(0, segments, segment, (*start, jnp.int32(0)))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _div(a, b: int):
+    return lax.div(a, jnp.int32(b))
