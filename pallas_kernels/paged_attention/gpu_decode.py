@@ -15,9 +15,7 @@ together; what the other rows hold is never written:
     row      0 .. G-1     G .. 2G-1   ..   (Q-1)G .. QG-1   QG .. 63
     query    oldest                        newest           none
 
-Of a task in parts, whoever writes the last part weighs them all (arXiv:2311.01282) and writes the
-output. Parts are counted in the plan, which is the kernel's input; the last sets the count back, so
-that every layer finds it 0. Nobody waits for anybody, so workers need not all be resident.
+Of a task in parts, whoever writes the last part merges them (`gpu_merge`).
 """
 
 import dataclasses
@@ -30,19 +28,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention import gpu_merge, reference
+from pallas_kernels.paged_attention.gpu_merge import LANES
 from pallas_kernels.paged_attention.gpu_plan import BLOCK, make_plan
 from pallas_kernels.paged_attention.meta import AttentionSpec
 
 plgpu: Any = mosaic_gpu  # whose annotations call its transforms abstract and its ACC private
-mgpu: Any = mosaic
 
-LANES = 32  # columns of a partial result that lie together
-MERGE_AT_ONCE = 4  # parts
 SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
 LOG2_E = math.log2(math.e)
 # Of a thread, by pairs of warpgroups in a thread block: multiplying, copying. A launch gives 256
@@ -182,7 +177,7 @@ def attend_rows(
     if not merge_inside:
         out_ref = jax.new_ref(out)
         merge: Any = pl.kernel(
-            functools.partial(_merge_apart, out_ref=out_ref),
+            functools.partial(gpu_merge.merge_kernel, out_ref=out_ref),
             mesh=plgpu.Mesh(grid=(config.workers, rows // 8), grid_names=("worker", "tile")),
             compiler_params=compiler_params,
             name="paged_decode_merge",
@@ -235,100 +230,6 @@ def _scratch(config, head_dim, page_size, dtype, merge_inside, interpreted) -> d
 def _tile_columns(head_dim: int) -> int:
     """Columns that lie together in shared memory, swizzled over 128 bytes or over 64."""
     return 64 if head_dim % 64 == 0 else 32
-
-
-def _merge_apart(part_ref, lse_ref, splits_ref, out_ref):
-    """A kernel that merges 8 rows of the task that each worker began and others went on with."""
-    worker, tile = lax.axis_index("worker"), lax.axis_index("tile")
-
-    def merge(out_smem):
-        pl.when(splits_ref[worker, 2] > 0)(
-            lambda: _merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem)
-        )
-
-    pl.run_scoped(merge, plgpu.SMEM(part_ref.shape[2:], out_ref.dtype))
-
-
-def _merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem):
-    """Weighs 8 rows of the parts of the task that `worker` began, and writes them."""
-    _, _, columns, rows, lanes = part_ref.shape
-    row, head, parts = (splits_ref[worker, i] for i in range(3))
-
-    def step(i, state):
-        top, total, *outs = state
-        lses, values = [], []
-        for j in range(MERGE_AT_ONCE):  # loads of several parts, to wait for all together
-            part = jnp.minimum(i * MERGE_AT_ONCE + j, parts - 1)
-            slot = 2 * (worker + part) + jnp.where(part == 0, 1, 0)
-            surplus = jnp.where(i * MERGE_AT_ONCE + j < parts, 0.0, reference.MASKED)
-            lses.append(lse_ref[slot, pl.ds(tile * rows, rows)] + surplus)
-            values.append([part_ref[slot, tile, column] for column in range(columns)])
-        new_top = functools.reduce(jnp.maximum, lses, top)
-        keep = jnp.exp2(top - new_top)
-        weights = [jnp.exp2(lse - new_top) for lse in lses]
-        total = sum(weights, total * keep)
-        outs = [
-            sum((w * v[c] for w, v in zip(weights, values, strict=True)), out * keep)
-            for c, out in enumerate(outs)
-        ]
-        return new_top, total, *outs
-
-    shape = (rows, lanes)
-    zeros = jnp.zeros(shape, jnp.float32)
-    _, total, *outs = lax.fori_loop(
-        0,
-        pl.cdiv(parts, MERGE_AT_ONCE),
-        step,
-        (jnp.full(shape, reference.MASKED, jnp.float32), zeros, *[zeros] * columns),
-    )
-    scale = 1 / total
-    for column, out in enumerate(outs):
-        out_smem[column] = (out * scale).astype(out_smem.dtype)
-    plgpu.commit_smem()
-    for column in range(columns):
-        plgpu.copy_smem_to_gmem(
-            out_smem.at[column],
-            out_ref.at[row, head, pl.ds(tile * rows, rows), pl.ds(column * lanes, lanes)],
-        )
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _arrive(count_ref, smem, parts):
-    """Whether this warpgroup is the last of `parts` to come here; then sets the count back to 0.
-
-    What each wrote before, and has waited for, can be read by the last.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
-    )
-    def arrive(_, count_ref, smem, parts):
-        parts = parts.registers.item()
-        count, word = mgpu.utils.memref_ptr(count_ref), mgpu.utils.memref_ptr(smem)
-        mgpu.utils.warpgroup_barrier()
-        with mgpu.utils.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            mgpu.utils.inline_ptx(
-                "{ .reg .u32 seen, last; .reg .pred is_last;"
-                " fence.acq_rel.gpu;"
-                " atom.acq_rel.gpu.global.add.u32 seen, [$0], 1;"
-                " add.u32 seen, seen, 1;"
-                " setp.eq.u32 is_last, seen, $2;"
-                " @is_last st.relaxed.gpu.global.u32 [$0], 0;"
-                " selp.u32 last, 1, 0, is_last;"
-                " st.shared.u32 [$1], last; }",
-                count,
-                word,
-                parts,
-                has_side_effects=True,
-            )
-        mgpu.utils.warpgroup_barrier()
-        last = mgpu.utils.inline_ptx(
-            "ld.volatile.shared.u32 $0, [$1];", word, result_types=parts.type, has_side_effects=True
-        )
-        return mgpu.FragmentedArray.splat(last, (), is_signed=True)
-
-    return arrive(count_ref, smem, parts) != 0
 
 
 def _worker(
@@ -526,12 +427,8 @@ def _worker(
                 position = lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 1) + token
                 newest = length - 1
                 if queries_per_row > 1:  # row by row: queries see up to their own position
-                    newer = (
-                        queries_per_row
-                        - 1
-                        - _div(lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 0), group)
-                    )
-                    newest = newest - jnp.maximum(newer, 0)
+                    query = _div(lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 0), group)
+                    newest = newest - jnp.maximum(queries_per_row - 1 - query, 0)
                 seen = position <= newest
                 if sliding_window is not None:
                     seen = seen & (position > newest - sliding_window)
@@ -619,7 +516,7 @@ def _worker(
                 [(merged_smem, arrived_smem)] = merge_smem
                 starter = jnp.where(begun, read_work(6)[0], worker)
                 plgpu.wait_smem_to_gmem(0)
-                last = _arrive(
+                last = gpu_merge.arrive_last(
                     splits_ref.at[starter, pl.ds(3, 1)],
                     arrived_smem.at[pl.ds(pair, 1)],
                     splits_ref[starter, 2],
@@ -629,7 +526,7 @@ def _worker(
                 def _():
                     def merge(tile, _):
                         refs = part_ref, part_lse_ref, splits_ref, out_ref, merged_smem.at[pair]
-                        _merge(starter, tile, *refs)
+                        gpu_merge.merge(starter, tile, *refs)
                         return ()
 
                     lax.fori_loop(0, rows // 8, merge, ())
