@@ -56,7 +56,8 @@ def sample(
     if mask is not None:
         allowed = apply_mask(allowed, mask)
     if state is not None:
-        allowed = add_bias(allowed, state.bias_ids[options.slot], state.bias_values[options.slot])
+        biases = state.bias_values[options.slot] * options.has_bias[:, None]
+        allowed = add_bias(allowed, state.bias_ids[options.slot], biases)
         allowed = penalize(allowed, state.counts[options.slot], options)
     tokens, kept = greedy(allowed), allowed
     if kind > SampleKind.GREEDY:

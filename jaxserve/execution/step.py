@@ -68,6 +68,8 @@ class RowOptions(NamedTuple):
     """The token whose log-probability is asked for; -1: the sampled one."""
     is_processed: Int[Array, " R"]
     """1: log-probabilities of what is sampled from; 0: of the model's own distribution."""
+    has_bias: Int[Array, " R"]
+    """1: slot_state's logit bias is this row's, not left there by another sequence."""
     top_k: Int[Array, " R"]
     temperature: Float[Array, " R"]
     top_p: Float[Array, " R"]
@@ -95,7 +97,7 @@ class SamplingInput:
     kind: SampleKind
     """The cheapest that serves every row."""
     options: np.ndarray
-    """RowOptions, i32[F, R]; for GREEDY only what that looks at."""
+    """RowOptions, i32[F, R]."""
     masks: np.ndarray | None
     """Which tokens each row may sample, u32[R, ceil(V/32)] (see token_masks); None: any."""
     starts: list[np.ndarray]
@@ -164,20 +166,14 @@ class Packer:
         if is_masked.any():
             kind = max(kind, SampleKind.FULL)
         options = np.zeros((len(LINE), num_rows), np.int32)
-        # GREEDY looks at no more than these
         options[LINE["token_slot"]] = len(self._requests)
-        options[LINE["num_tokens"]] = self._vocab_size
+        options[:, :n] = self._options[:, slots]
+        options[LINE["position"], :n] = positions
+        options[LINE["token_slot"], :n] = np.where(samples, slots, len(self._requests))
         scored = [r for r, row in enumerate(rows) if row.scores]
         for r in scored:
-            kind = max(kind, _scoring_kind(rows[r].sequence.request.sampling))
-        if kind > SampleKind.GREEDY:
-            options[:, :n] = self._options[:, slots]
-            options[LINE["position"], :n] = positions
-        else:
-            options[LINE["num_tokens"], :n] = self._options[LINE["num_tokens"], slots]
-        options[LINE["token_slot"], :n] = np.where(samples, slots, len(self._requests))
-        for r in scored:
             row = rows[r]
+            kind = max(kind, _scoring_kind(row.sequence.request.sampling))
             options[LINE["target"], r] = row.sequence.token_ids[row.start + 1]
             options[LINE["is_processed"], r] = 0
         masks = None
@@ -202,6 +198,7 @@ class Packer:
         options[LINE["num_tokens"]] = sampling.num_tokens or self._vocab_size
         options[LINE["target"]] = -1
         options[LINE["is_processed"]] = sampling.logprobs_mode == "processed_logprobs"
+        options[LINE["has_bias"]] = bool(sampling.logit_bias)
         options[LINE["top_k"]] = sampling.top_k
         floats = [getattr(sampling, name) for name in FLOAT_FIELDS]
         options[FIRST_FLOAT:] = np.array(floats, np.float32).view(np.int32)
