@@ -367,7 +367,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChosenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One token, generated or of the prompt, with its log-probability and alternatives, as text and id."""
+    """One token, generated or of the prompt, with its log-probability and alternatives, as text and
+    id."""
 
     token: str
     token_id: int

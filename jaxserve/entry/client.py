@@ -422,9 +422,7 @@ class Client:
             request = Request(
                 request_id=choice.wire_id,
                 token_ids=token_ids,
-                sampling=for_choice(
-                    sampling, choice_seed(params.seed, choice.index), choice.index
-                ),
+                sampling=for_choice(sampling, choice_seed(params.seed, choice.index), choice.index),
                 priority=priority,
                 arrival_s=arrival_s,
                 cache_salt=cache_salt,

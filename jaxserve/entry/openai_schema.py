@@ -369,9 +369,7 @@ class ChatRequest(SamplingBody):
     messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(
-        None, description=f"0 to {MAX_LOGPROBS}; {ALL_LOGPROBS}: all."
-    )
+    top_logprobs: int | None = Field(None, description=f"0 to {MAX_LOGPROBS}; {ALL_LOGPROBS}: all.")
     metadata: dict[str, str] | None = Field(None, description="Accepted; has no effect.")
     safety_identifier: str | None = Field(None, description="Accepted; has no effect.")
     prompt_cache_key: str | None = Field(
@@ -499,11 +497,9 @@ def _finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def _named_logprobs(tokens: Sequence[ChosenLogprob]) -> dict[str, Any]:
-    """{token id: logprob} for each token, where token_ids_logprob asked for some."""
-    if not any(t.named for t in tokens):
-        return {}
-    return {"token_ids_logprob": [{i: _finite(logprob) for _, i, logprob in t.named} for t in tokens]}
+def _named_logprobs(token: ChosenLogprob) -> dict[int, float]:
+    """{token id: logprob} of token_ids_logprob."""
+    return {token_id: _finite(logprob) for _, token_id, logprob in token.named}
 
 
 def prompt_logprobs_body(
@@ -542,8 +538,9 @@ def completion_logprobs(
     for token in tokens:
         offsets.append(offset)
         offset += len(token.token)
+    named = any(t.named for t in tokens)
     return {
-        **_named_logprobs(tokens),
+        **({"token_ids_logprob": [_named_logprobs(t) for t in tokens]} if named else {}),
         "tokens": [t.token for t in tokens],
         "token_logprobs": [_finite(t.logprob) for t in tokens],
         "top_logprobs": [
@@ -570,7 +567,7 @@ def chat_logprobs(tokens: Sequence[ChosenLogprob] | None) -> dict[str, Any] | No
         "content": [
             {
                 **entry(t.token, t.logprob),
-                **_named_logprobs([t]),
+                **({"token_ids_logprob": _named_logprobs(t)} if t.named else {}),
                 "top_logprobs": [entry(text, logprob) for text, _, logprob in t.top],
             }
             for t in tokens

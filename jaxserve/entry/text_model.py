@@ -58,9 +58,7 @@ def load_text_model(model: str) -> TextModel:
 def text_model(files: ModelFiles) -> TextModel:
     tokenizer = load_tokenizer(files)
     stated = {
-        name: value
-        for name in DEFAULTS
-        if (value := files.generation_config.get(name)) is not None
+        name: value for name in DEFAULTS if (value := files.generation_config.get(name)) is not None
     }
     if (value := files.generation_config.get("max_new_tokens")) is not None:
         stated["max_tokens"] = value

@@ -116,7 +116,7 @@ class Runner:
             int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
             for leaf in self.model.abstract.values()
         )
-        slot_bytes = sum(x.size * x.dtype.itemsize for x in self._slot_shapes())
+        slot_bytes = sum(x.size * x.dtype.itemsize for x in self._abstract_slots())
         left = usable_bytes - weight_bytes - slot_bytes
         largest = max(self.buckets.steps(), key=lambda shape: shape.tokens)
         reserve = left // 8
@@ -165,9 +165,7 @@ class Runner:
         self._last_token = jax.device_put(
             np.zeros(self.buckets.max_num_seqs, np.int32), self._replicated
         )
-        self._slots = slot_state.SlotState(
-            *(jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for x in self._slot_shapes())
-        )
+        self._slots = jax.jit(self._empty_slots, out_shardings=self._replicated)()
         for rows in {shape.rows for shape in self.buckets.samples()}:
             mask = token_masks.all_allowed(rows, self._mask_words)
             self._no_masks[rows] = jax.device_put(mask, self._replicated)
@@ -238,7 +236,9 @@ class Runner:
             for r, row in zip(rows, batch.sampling_rows, strict=True)
         ]
         scored = [
-            read.row(r, row.sequence.request.sampling.prompt_logprobs, row.sequence.request.sampling)
+            read.row(
+                r, row.sequence.request.sampling.prompt_logprobs, row.sequence.request.sampling
+            )
             for r, row in enumerate(batch.rows)
             if row.scores
         ]
@@ -279,9 +279,13 @@ class Runner:
     def _mask_words(self) -> int:
         return token_masks.mask_words(self.model.config.vocab_size)
 
-    def _slot_shapes(self) -> slot_state.SlotState:
-        shapes = slot_state.shapes(self.buckets.max_num_seqs, self.model.config.vocab_size)
-        return slot_state.SlotState(*(self._array(x.shape, x.dtype) for x in shapes))
+    def _empty_slots(self) -> slot_state.SlotState:
+        return slot_state.empty(self.buckets.max_num_seqs, self.model.config.vocab_size)
+
+    def _abstract_slots(self) -> Any:
+        """A SlotState of shapes and types."""
+        shapes = jax.eval_shape(self._empty_slots)
+        return jax.tree.map(lambda x: self._array(x.shape, x.dtype), shapes)
 
     def _compile_sample(self, shape: SampleShape) -> None:
         vocab_size = self.model.config.vocab_size
@@ -291,7 +295,7 @@ class Runner:
             self._array((self.buckets.max_num_seqs,), jnp.int32),
             self._array((len(step.RowOptions._fields), shape.rows), jnp.int32),
             masks if shape.kind >= SampleKind.FULL else None,
-            self._slot_shapes() if shape.kind == SampleKind.STATEFUL else None,
+            self._abstract_slots() if shape.kind == SampleKind.STATEFUL else None,
         ]
         function = functools.partial(_sample, kind=shape.kind)
         jitted = jax.jit(
@@ -302,11 +306,9 @@ class Runner:
         self._samples[shape] = jitted.lower(*arguments).compile()
 
     def _compile_start_row(self, _: str) -> None:
-        jitted = jax.jit(
-            slot_state.start_row, donate_argnums=0, out_shardings=self._replicated
-        )
+        jitted = jax.jit(slot_state.start_row, donate_argnums=0, out_shardings=self._replicated)
         packed = self._array((slot_state.PACKED_SIZE,), jnp.int32)
-        self._start_row = jitted.lower(self._slot_shapes(), packed).compile()
+        self._start_row = jitted.lower(self._abstract_slots(), packed).compile()
 
     def _forward(self, leaves, kv, last_token, packed, *, shape: StepShape):
         token_ids, positions, meta, logit_rows = step.unpack(

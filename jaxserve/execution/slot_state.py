@@ -1,5 +1,5 @@
-"""What the sampler keeps on the device by slot, for rows of kind STATEFUL: how often each token came
-so far, and the lists that would be too long to send with every step.
+"""What the sampler keeps on the device by slot, for rows of kind STATEFUL: how often each token
+came so far, and the lists that would be too long to send with every step.
 
     start_row      when a sequence that needs it gets a slot: from the tokens that it has then
     count_sampled  in each sampling step: its tokens are known nowhere else yet
@@ -41,17 +41,13 @@ class SlotState(NamedTuple):
     named_ids: Int[Array, "N K"]
 
 
-def shapes(num_slots: int, vocab_size: int) -> SlotState:
-    """The shapes and types of the state's arrays."""
-
-    def array(width: int, dtype: type) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_slots, width), dtype)
-
-    return SlotState(  # type: ignore[arg-type]
-        array(vocab_size, jnp.int32),
-        array(MAX_LOGIT_BIAS, jnp.int32),
-        array(MAX_LOGIT_BIAS, jnp.float32),
-        array(MAX_NAMED_TOKENS, jnp.int32),
+def empty(num_slots: int, vocab_size: int) -> SlotState:
+    """The state of slots that nobody has had."""
+    return SlotState(
+        jnp.zeros((num_slots, vocab_size), jnp.int32),
+        jnp.zeros((num_slots, MAX_LOGIT_BIAS), jnp.int32),
+        jnp.zeros((num_slots, MAX_LOGIT_BIAS), jnp.float32),
+        jnp.zeros((num_slots, MAX_NAMED_TOKENS), jnp.int32),
     )
 
 
@@ -95,9 +91,7 @@ def start_row(state: SlotState, packed: Int[Array, " _"]) -> SlotState:
     )
 
 
-def count_sampled(
-    state: SlotState, slots: Int[Array, " R"], tokens: Int[Array, " R"]
-) -> SlotState:
+def count_sampled(state: SlotState, slots: Int[Array, " R"], tokens: Int[Array, " R"]) -> SlotState:
     """Counts each row's sampled token; a slot that is out of range, or a token that is none, isn't
     counted."""
     tokens = jnp.where(tokens < 0, NO_TOKEN, tokens)

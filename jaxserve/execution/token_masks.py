@@ -115,5 +115,7 @@ def needs_mask(sampling: TokenSampling) -> bool:
     """Whether rows of the request have a mask at every token (`min_tokens` asks for one early
     on)."""
     return bool(
-        sampling.bad_words or sampling.no_repeat_ngram_size or sampling.allowed_token_ids is not None
+        sampling.bad_words
+        or sampling.no_repeat_ngram_size
+        or sampling.allowed_token_ids is not None
     )

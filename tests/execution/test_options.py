@@ -120,9 +120,7 @@ def run_batch(sample, cases: list[dict], logits: np.ndarray, kind: SampleKind | 
     kind = max(given.kind, kind or SampleKind.GREEDY)
     state = None
     if kind == SampleKind.STATEFUL:
-        state = slot_state.SlotState(
-            *(jnp.full(x.shape, 7, x.dtype) for x in slot_state.shapes(SLOTS, V))
-        )
+        state = jax.tree.map(lambda x: x + 7, slot_state.empty(SLOTS, V))  # of sequences before
         starts = given.starts
         if kind > given.kind:  # a row that needs no state may be beside one that does
             starts = [
@@ -292,9 +290,7 @@ def test_prompt_rows_tell_the_next_tokens_logprob(sample):
         sequence = make_sequence(options, ROWS, 0)
         rows = [Row(sequence, 3, i, 1, i == 7, False, scores=i < 7) for i in range(ROWS)]
         given = step.Packer(SLOTS, 1, V).pack_sampling(Batch(rows, 8, 8, rows[-1:], []), ROWS)
-        state = slot_state.SlotState(
-            *(jnp.zeros(x.shape, x.dtype) for x in slot_state.shapes(SLOTS, V))
-        )
+        state = slot_state.empty(SLOTS, V)
         for packed in given.starts:
             state = start_row(state, packed)
         logits = random_logits()
