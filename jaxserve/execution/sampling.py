@@ -72,7 +72,10 @@ def sample(
         u = uniform(options.seed_low, options.seed_high, options.position)
         tokens = jnp.where(is_random, draw(kept, u), tokens)
         kept = jnp.where(is_random[:, None], kept, allowed)
-    tokens = _or_fault(tokens, raw, allowed)
+    if mask is not None:
+        tokens = jnp.where(jnp.max(allowed, axis=-1) == -jnp.inf, NONE_ALLOWED, tokens)
+    # the largest is NaN if any is
+    tokens = jnp.where(jnp.isnan(jnp.max(raw, axis=-1)), NOT_A_NUMBER, tokens)
     if state is not None:
         state = count_sampled(state, options.token_slot, tokens)
     return Sampled(tokens, *_logprobs(raw, kept, tokens, options, state, kind)), state
@@ -100,14 +103,6 @@ def _logprobs(
         return chosen, top_ids, top_logprobs, none, none
     named = jnp.take_along_axis(logprobs, state.named_ids[options.slot], axis=-1, mode="clip")
     return chosen, top_ids, top_logprobs, named, logprobs
-
-
-def _or_fault(
-    tokens: Int[Array, " R"], raw: Float[Array, "R V"], allowed: Float[Array, "R V"]
-) -> Int[Array, " R"]:
-    """The tokens, or why there is none. The largest logit is NaN if any is."""
-    tokens = jnp.where(jnp.max(allowed, axis=-1) == -jnp.inf, NONE_ALLOWED, tokens)
-    return jnp.where(jnp.isnan(jnp.max(raw, axis=-1)), NOT_A_NUMBER, tokens)
 
 
 def greedy(logits: Float[Array, "R V"]) -> Int[Array, " R"]:

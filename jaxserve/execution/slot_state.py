@@ -10,7 +10,6 @@ so cached prefixes, chunks and the step in flight make no difference.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax

@@ -170,9 +170,9 @@ class Packer:
         options[:, :n] = self._options[:, slots]
         options[LINE["position"], :n] = positions
         options[LINE["token_slot"], :n] = np.where(samples, slots, len(self._requests))
-        scored = [r for r, row in enumerate(rows) if row.scores]
-        for r in scored:
-            row = rows[r]
+        for r, row in enumerate(rows if len(batch.sampling_rows) < n else ()):
+            if not row.scores:
+                continue
             kind = max(kind, _scoring_kind(row.sequence.request.sampling))
             options[LINE["target"], r] = row.sequence.token_ids[row.start + 1]
             options[LINE["is_processed"], r] = 0

@@ -149,7 +149,7 @@ class Scheduler:
                 spare_rows += 1
                 continue
             start = sequence.num_computed
-            is_scoring = sequence.is_scoring
+            is_scoring = start < sequence.num_prompt and sequence.is_scoring
             num_tokens = total - start
             if num_tokens > 1:
                 num_tokens = min(num_tokens, 1 + spare)
