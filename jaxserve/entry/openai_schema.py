@@ -587,23 +587,21 @@ class Completion:
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The whole answer; the choices of prompt i come after those of prompt i - 1."""
-        choices = [(output, choice) for output in outputs for choice in output.choices]
+        choices = [self._choice(choice, output) for output in outputs for choice in output.choices]
         return {
             **self.envelope,
-            "choices": [
-                {**self._choice(index, choice), **_prompt_logprobs(output)}
-                for index, (output, choice) in enumerate(choices)
-            ],
+            "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
             "usage": usage_body(add_usage([output.usage for output in outputs])),
         }
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: Choice, output: RequestOutput) -> dict[str, Any]:
+        """A choice but for its index."""
         return {
-            "index": index,
             "text": choice.text,
             "logprobs": completion_logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **_prompt_logprobs(output),
         }
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
@@ -640,9 +638,11 @@ class ChatCompletion(Completion):
         if stream:
             self.envelope["object"] = "chat.completion.chunk"
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return {**super().body(outputs), **_prompt_logprobs(outputs[0])}
+
+    def _choice(self, choice: Choice, output: RequestOutput) -> dict[str, Any]:
         return {
-            "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
             "logprobs": chat_logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,

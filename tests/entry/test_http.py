@@ -213,7 +213,11 @@ async def test_prompt_and_named_logprobs(client: openai.AsyncOpenAI, served: Ser
         assert choice.logprobs is not None
         named = choice.logprobs.model_extra["token_ids_logprob"]
         assert named == [{"9": -3.0, "4": -4.0}] * 2
-    chat = await client.chat.completions.create(**CHAT, extra_body={"token_ids_logprob": [9]})
+    more = {"prompt_logprobs": 0, "token_ids_logprob": [9]}
+    chat = await client.chat.completions.create(**CHAT, extra_body=more)
+    assert chat.model_extra is not None
+    assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+    assert not chat.choices[0].model_extra.get("prompt_logprobs")
     assert chat.choices[0].logprobs is not None
     assert chat.choices[0].logprobs.content[0].model_extra["token_ids_logprob"] == {"9": -3.0}
 
