@@ -1,7 +1,7 @@
 """The bare decode step on the device, without engine or host loop: milliseconds by batch.
 
 Run: python -m bench.step MODEL_FOLDER [--batches 1,64,256] [--context 256] [--variants ours,xla]
-Random weights. Steps are sent one after the other without waiting; sampling is greedy.
+Random weights. Steps are sent one after the other without waiting; the next token is the likeliest.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from bench.device_events import recorded
 from jaxserve.config import MeshConfig
 from jaxserve.execution import runner as runners
 from jaxserve.execution import step
-from jaxserve.execution.buckets import Buckets, SampleKind, SampleShape, StepShape
+from jaxserve.execution.buckets import Buckets, StepShape
 from jaxserve.layers import linear
 from jaxserve.models import registry
 from sharding.mesh import make_mesh
@@ -73,8 +73,6 @@ def measure(
     runner.num_pages = batch * needed + 1
     start = time.perf_counter()
     runner._compile_step(shape)
-    sample_shape = SampleShape(SampleKind.GREEDY, batch)
-    runner._compile_sample(sample_shape)
     compile_s = time.perf_counter() - start
     runner.start(leaves)
     parts = step.layout(shape)
@@ -86,18 +84,15 @@ def measure(
     packed[parts["num_decode_rows"]] = 0 if tokens else batch
     table = packed[parts["page_table"]].reshape(batch, pages)
     table[:, :needed] = 1 + np.random.default_rng(0).permutation(batch * needed).reshape(batch, -1)
-    sampling = np.zeros((len(step.SAMPLE_FIELDS), batch), np.int32)
-    sampling[0] = np.arange(batch)
+    argmax = jax.jit(lambda logits: jnp.argmax(logits, -1).astype(jnp.int32))
 
     def send():
         logits, runner._kv = runner._steps[shape](
             runner._leaves, runner._kv, runner._last_token, packed
         )
-        sampled, runner._last_token = runner._samples[sample_shape](
-            logits, runner._last_token, sampling
-        )
-        sampled.tokens.copy_to_host_async()
-        return sampled.tokens
+        runner._last_token = argmax(logits)
+        runner._last_token.copy_to_host_async()
+        return runner._last_token
 
     def run(count: int) -> None:
         last = send()

@@ -6,6 +6,7 @@ is the same after `resolve`, with every value decided, and is all that the engin
 """
 
 import math
+import typing
 from typing import Any, Literal
 
 import msgspec
@@ -15,10 +16,18 @@ MAX_STOP_CHARACTERS = 4096
 """Of all stop strings of a request together."""
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
+ALL_LOGPROBS = -1
+"""In place of a number of likeliest tokens: the whole vocabulary."""
+MAX_NAMED_TOKENS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 8192
+"""Of all bad words of a request together; characters, where they are strings."""
 MAX_CHOICES = 128
 MAX_SEED = 2**63 - 1
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 class InvalidRequest(ValueError):
@@ -90,6 +99,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Keep the likeliest tokens whose probabilities sum to this. Over 0, up to 1."""
     min_p: float | None = None
     """Drop tokens less likely than this times the likeliest. 0 to 1."""
+    typical_p: float | None = None
+    """Keep the tokens whose surprise is nearest the entropy, until their probabilities sum to this.
+    Over 0, up to 1. (Locally typical sampling, arXiv:2202.00666.)"""
+    repetition_penalty: float | None = None
+    """Divides positive logits of tokens that the prompt or the output has, multiplies negative
+    ones. 0.01 to 100; 1: none."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the output has. -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for each time that the output has it. -2 to 2."""
+    no_repeat_ngram_size: int | None = None
+    """No run of this many tokens comes twice, prompt included. 0: any may."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these token ids, -100 to 100 each; at most 1,024 of them."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens are sampled."""
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    """The output never has these, each a string or a run of token ids. A string is taken as it
+    starts a text and as it follows a space."""
     seed: int | None = None
     """Same seed, same prompt: same tokens, whatever else runs. None: a fresh one."""
     stop: tuple[str, ...] | str = ()
@@ -100,7 +128,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Go on past the model's end-of-text tokens."""
     logprobs: int | None = None
     """Log-probability of each generated token, and of this many likeliest alternatives (0 to
-    20)."""
+    20; -1: the whole vocabulary)."""
+    prompt_logprobs: int | None = None
+    """The same of each token of the prompt but the first, always of the model's own
+    distribution."""
+    token_ids_logprob: tuple[int, ...] = ()
+    """Log-probabilities of these tokens at each place that has some; at most 128."""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """raw_logprobs: of the model's own distribution; processed_logprobs: of what is sampled
+    from."""
     n: int = 1
     """Choices for the prompt."""
 
@@ -121,7 +157,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        for field in ("stop", "stop_token_ids"):
+        for field in (
+            "stop",
+            "stop_token_ids",
+            "allowed_token_ids",
+            "bad_words",
+            "token_ids_logprob",
+        ):
             if isinstance(getattr(self, field), list):
                 msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
         need(
@@ -151,6 +193,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
         need("min_p", self.min_p is None or (real(self.min_p) and 0 <= self.min_p <= 1), "0 to 1")
         need(
+            "typical_p",
+            self.typical_p is None or (real(self.typical_p) and 0 < self.typical_p <= 1),
+            "over 0, up to 1",
+        )
+        need(
+            "repetition_penalty",
+            self.repetition_penalty is None
+            or (real(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100),
+            "0.01 to 100",
+        )
+        for field in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, field)
+            need(field, real(value) and -2 <= value <= 2, "-2 to 2")
+        need(
+            "no_repeat_ngram_size",
+            self.no_repeat_ngram_size is None
+            or (whole(self.no_repeat_ngram_size) and self.no_repeat_ngram_size >= 0),
+            "0 or more",
+        )
+        self._check_token_options(need, whole, real)
+        need(
             "seed",
             self.seed is None or (whole(self.seed) and -MAX_SEED - 1 <= self.seed <= MAX_SEED),
             "a 64-bit integer",
@@ -168,24 +231,55 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidRequest(
                 "stop", f"has {length} characters; allowed: at most {MAX_STOP_CHARACTERS}"
             )
-        need(
-            "stop_token_ids",
-            isinstance(self.stop_token_ids, tuple)
-            and all(whole(t) and t >= 0 for t in self.stop_token_ids),
-            "token ids",
-        )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(
-                "stop_token_ids",
-                f"has {len(self.stop_token_ids)} ids; allowed: at most {MAX_STOP_TOKEN_IDS}",
-            )
         need("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
-        need(
-            "logprobs",
-            self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-            f"0 to {MAX_LOGPROBS}",
-        )
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, field)
+            need(
+                field,
+                value is None or (whole(value) and ALL_LOGPROBS <= value <= MAX_LOGPROBS),
+                f"0 to {MAX_LOGPROBS}, or {ALL_LOGPROBS} for all",
+            )
+        modes = typing.get_args(LogprobsMode)
+        need("logprobs_mode", self.logprobs_mode in modes, " or ".join(modes))
         need("n", whole(self.n) and 1 <= self.n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
+
+    def _check_token_options(self, need: Any, whole: Any, real: Any) -> None:
+        """The options that name tokens. Raises: InvalidRequest."""
+
+        def need_at_most(field: str, number: int, most: int, what: str):
+            if number > most:
+                raise InvalidRequest(field, f"has {number} {what}; allowed: at most {most}")
+
+        def are_ids(value: Any) -> bool:
+            return isinstance(value, tuple | list) and all(whole(t) and t >= 0 for t in value)
+
+        for field in ("stop_token_ids", "token_ids_logprob"):
+            need(field, are_ids(getattr(self, field)), "token ids")
+        need_at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+        need_at_most("token_ids_logprob", len(self.token_ids_logprob), MAX_NAMED_TOKENS, "ids")
+        need(
+            "allowed_token_ids",
+            self.allowed_token_ids is None
+            or (are_ids(self.allowed_token_ids) and len(self.allowed_token_ids) > 0),
+            "one token id or more",
+        )
+        need("logit_bias", isinstance(self.logit_bias, dict), "token ids with their biases")
+        need_at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "ids")
+        for token_id, bias in self.logit_bias.items():
+            if not whole(token_id) or token_id < 0 or not real(bias) or not -100 <= bias <= 100:
+                raise InvalidRequest(
+                    "logit_bias",
+                    f"has {token_id!r}: {bias!r}; allowed: token ids, each with -100 to 100",
+                )
+        need(
+            "bad_words",
+            isinstance(self.bad_words, tuple)
+            and all(word and (isinstance(word, str) or are_ids(word)) for word in self.bad_words),
+            "non-empty strings and lists of token ids",
+        )
+        need_at_most("bad_words", len(self.bad_words), MAX_BAD_WORDS, "words")
+        length = sum(map(len, self.bad_words))
+        need_at_most("bad_words", length, MAX_BAD_WORD_TOKENS, "characters or tokens")
 
 
 class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,10 +292,23 @@ class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
     """0: off."""
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Ends the sequence; the model's end-of-text ids are among them unless `ignore_eos`."""
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids_logprob: tuple[int, ...] = ()
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    num_tokens: int = 0
+    """Ids from here on are padding of the model's vocabulary and never sampled; 0: none are."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,14 +327,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one generated token, natural log, of the distribution before temperature
-    and filters."""
+    """Log-probabilities at one token, natural log, of the distribution that `logprobs_mode`
+    names."""
 
     logprob: float
-    """Of the token that was sampled."""
+    """Of the token that was sampled, or that the prompt has."""
     top_ids: list[int]
     """Likeliest tokens, best first; as many as the request asked for."""
     top_logprobs: list[float]
+    named: list[float] = []
+    """Of the request's `token_ids_logprob`."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,6 +349,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache, at first admission."""
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's next tokens, the second one first; all come before any new token."""
     error: str | None = None
     """Why, when finish_reason is `error`."""
 
@@ -256,13 +367,16 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChosenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One generated token with its log-probability and alternatives, as text and id."""
+    """One token, generated or of the prompt, with its log-probability and alternatives, as text and
+    id."""
 
     token: str
     token_id: int
     logprob: float
     top: list[tuple[str, int, float]] = []
     """(text, id, logprob), best first."""
+    named: list[tuple[str, int, float]] = []
+    """The same of `token_ids_logprob`, in its order."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,6 +398,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     choices: list[Choice]
     usage: Usage
+    prompt_logprobs: list[ChosenLogprob | None] | None = None
+    """One for each token of the prompt; None for the first, which nothing predicts."""
 
     @property
     def text(self) -> str:
@@ -308,6 +424,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: list[ChosenLogprob] | None = None
+    prompt_logprobs: list[ChosenLogprob | None] | None = None
+    """With the request's first delta, as in RequestOutput."""
     usage: Usage | None = None
     """Set on the request's last delta (of its last choice to finish): usage of the whole
     request."""

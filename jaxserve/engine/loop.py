@@ -15,9 +15,16 @@ import time
 import msgspec
 
 from jaxserve import messages
-from jaxserve.execution.runner import Pending, Runner
+from jaxserve.execution.runner import Collected, Pending, Runner
+from jaxserve.execution.sampling import NONE_ALLOWED, NOT_A_NUMBER
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.types import EngineStats, InvalidRequest, TokenOutput
+from jaxserve.types import EngineStats, InvalidRequest, TokenLogprobs, TokenOutput
+
+FAULTS = {
+    NOT_A_NUMBER: "the model's output is not a number",
+    NONE_ALLOWED: "the request's options leave no token that may come next",
+}
+"""Why a request ends whose sampled token is none."""
 
 
 class Engine:
@@ -76,11 +83,12 @@ class Engine:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             collected = self._runner.collect(pending)
+            outputs += self._prompt_outputs(pending, collected)
             for committed in self._scheduler.commit(pending.batch, collected.tokens):
                 sequence = committed.sequence
                 logprobs = collected.logprobs[committed.index]
                 if committed.token < 0:
-                    self._refuse(sequence.request.request_id, "the model's output is not a number")
+                    self._refuse(sequence.request.request_id, FAULTS[committed.token])
                     continue
                 outputs.append(
                     TokenOutput(
@@ -95,6 +103,20 @@ class Engine:
         self._refused = []
         if outputs:
             self._link.send(messages.Outputs(outputs, self.stats()))
+
+    def _prompt_outputs(self, pending: Pending, collected: Collected) -> list[TokenOutput]:
+        """The log-probabilities of prompts that a step brought, one output a request."""
+        if not collected.prompt_logprobs:
+            return []
+        found: dict[str, list[TokenLogprobs]] = {}
+        for index, sequence in self._scheduler.commit_scores(pending.batch):
+            found.setdefault(sequence.request.request_id, []).append(
+                collected.prompt_logprobs[index]
+            )
+        return [
+            TokenOutput(request_id=request_id, token_ids=[], prompt_logprobs=logprobs)
+            for request_id, logprobs in found.items()
+        ]
 
     def _handle(self, message: messages.ToEngine) -> None:
         match message:

@@ -59,7 +59,7 @@ class Flag:
         parts = typing.get_args(self.hint) if union else (self.hint,)
         kinds = [part for part in parts if part is not type(None)]
         settings: dict[str, Any] = {"help": self.help, "default": None}
-        if self.default not in (None, ()) and self.default is not inspect.Parameter.empty:
+        if self.default not in (None, (), {}) and self.default is not inspect.Parameter.empty:
             shown = ("no-" if self.default is False else "") + flag
             shown = shown if isinstance(self.default, bool) else self.default
             settings["help"] += f"  [default: {shown}]"
@@ -69,12 +69,33 @@ class Flag:
         elif typing.get_origin(kinds[0]) is typing.Literal:
             settings["type"] = click.Choice(typing.get_args(kinds[0]))
         elif tuples := [k for k in kinds if typing.get_origin(k) is tuple]:
-            settings["type"] = typing.get_args(tuples[0])[0]
+            item = typing.get_args(tuples[0])[0]
+            # of an item that may be text or something else, a flag takes the text
+            settings["type"] = item if isinstance(item, type) else str
             settings["multiple"] = True
+            settings["help"] += "  (repeatable)"
+        elif typing.get_origin(kinds[0]) is dict:
+            settings["multiple"] = True
+            settings["callback"] = parse_biases
+            settings["metavar"] = "ID=NUMBER"
             settings["help"] += "  (repeatable)"
         else:
             (settings["type"],) = kinds
         return click.option(declaration, self.name, **settings)
+
+
+def parse_biases(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[int, float]:
+    """{7: -1.5} of ("7=-1.5",). Raises: BadParameter."""
+    biases: dict[int, float] = {}
+    for value in values:
+        token_id, _, bias = value.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not ID=NUMBER") from None
+    return biases
 
 
 def config_flags(kind: type[Any], skip: tuple[str, ...] = ()) -> list[Flag]:
@@ -128,7 +149,7 @@ def with_flags(flags: list[Flag]) -> Callable[[Any], Any]:
 def given(flags: list[Flag], arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of the flags that were given, with their values; taken out of `arguments`."""
     values = {flag.name: arguments.pop(flag.name) for flag in flags}
-    return {name: value for name, value in values.items() if value not in (None, ())}
+    return {name: value for name, value in values.items() if value not in (None, (), {})}
 
 
 def engine_config(model: str, arguments: dict[str, Any]) -> EngineConfig:

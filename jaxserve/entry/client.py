@@ -21,11 +21,11 @@ from jaxserve.entry.inputs import (
     check_options,
     check_token_ids,
     choice_seed,
+    for_choice,
     list_conversations,
     list_params,
     list_prompts,
     resolve_sampling,
-    with_seed,
 )
 from jaxserve.entry.request_stream import (
     ChoiceState,
@@ -422,7 +422,7 @@ class Client:
             request = Request(
                 request_id=choice.wire_id,
                 token_ids=token_ids,
-                sampling=with_seed(sampling, choice_seed(params.seed, choice.index)),
+                sampling=for_choice(sampling, choice_seed(params.seed, choice.index), choice.index),
                 priority=priority,
                 arrival_s=arrival_s,
                 cache_salt=cache_salt,
@@ -567,12 +567,16 @@ class Client:
         if output.finish_reason == "error":
             self._fail(stream, RequestFailed(output.error or "the engine gave the request up"))
             return
+        if output.prompt_logprobs is not None:
+            stream.add_prompt_logprobs(output.prompt_logprobs, self._token_text)
+            return
         token_ids, text = choice.take(output)
         if choice.finish_reason is not None and output.finish_reason is None:
             self._abort_in_engine([choice])  # a stop string: the engine doesn't know
         logprobs = None
         if output.logprobs is not None:
-            logprobs = chosen_logprobs(token_ids, output.logprobs, self._token_text)
+            named = stream.params.token_ids_logprob
+            logprobs = chosen_logprobs(token_ids, output.logprobs, self._token_text, named)
             choice.logprobs = [*(choice.logprobs or []), *logprobs]
         if token_ids:
             if stream.first_token_s is None:

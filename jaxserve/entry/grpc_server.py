@@ -31,7 +31,9 @@ SERVICE = "jaxserve.v1.Inference"
 ROLES = typing.get_args(ChatMessage.model_fields["role"].annotation)
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 OPTIONAL_SAMPLING = tuple(
-    field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence
+    field.name
+    for field in pb.SamplingParams.DESCRIPTOR.fields
+    if field.has_presence and field.message_type is None
 )
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -82,8 +84,15 @@ def optional(message: Message, name: str) -> Any:
 def read_sampling(message: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidRequest naming the field."""
     given = {name: optional(message, name) for name in OPTIONAL_SAMPLING}
+    allowed = optional(message, "allowed_token_ids")
     return sampling_params(
-        **given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids)
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=None if allowed is None else tuple(allowed.ids),
+        bad_words=(*message.bad_words, *(tuple(word.ids) for word in message.bad_words_ids)),
+        token_ids_logprob=tuple(message.token_ids_logprob),
     )
 
 
@@ -94,6 +103,7 @@ def write_delta(delta: Delta) -> pb.GenerateResponse:
         text=delta.text,
         token_ids=delta.token_ids,
         logprobs=[_logprob(token) for token in delta.logprobs or ()],
+        prompt_logprobs=[_logprob(token) for token in delta.prompt_logprobs or () if token],
     )
     if delta.finish_reason is not None:
         response.finish_reason = FINISH_REASONS[delta.finish_reason]
@@ -114,6 +124,7 @@ def _logprob(token: ChosenLogprob) -> pb.TokenLogprob:
         token_id=token.token_id,
         logprob=token.logprob,
         top=[pb.TopLogprob(token=t, token_id=i, logprob=p) for t, i, p in token.top],
+        named=[pb.TopLogprob(token=t, token_id=i, logprob=p) for t, i, p in token.named],
     )
 
 

@@ -35,7 +35,7 @@ def resolve_sampling(
 
     Without max_tokens it's the model's, else `default_max_tokens`, at least min_tokens; or, where
     that is None or more, the room that the context has.
-    For the first choice; the seed is 0 where the user gave none (see `with_seed`).
+    For the first choice; the seed is 0 where the user gave none (see `for_choice`).
     Raises: ContextExceeded, InvalidRequest.
     """
     room = info.max_request_tokens - num_prompt_tokens
@@ -51,11 +51,9 @@ def resolve_sampling(
         if value is not None and value > room:
             needed = f"{value + num_prompt_tokens} with the prompt's {num_prompt_tokens}"
             raise ContextExceeded(field, f"is {value}, {needed}; {limit}")
-    for token_id in params.stop_token_ids:
-        if token_id >= info.vocab_size:
-            raise InvalidRequest(
-                "stop_token_ids", f"has {token_id}; allowed: 0 to {info.vocab_size - 1}"
-            )
+    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids", "token_ids_logprob"):
+        for token_id in getattr(params, field) or ():
+            check_token_id(field, token_id, info.vocab_size)
     if params.stop and model.tokenizer is None:
         raise InvalidRequest(
             "stop", f"needs text, and {model.name} has no tokenizer; use stop_token_ids"
@@ -74,7 +72,8 @@ def resolve_sampling(
     top_k = int(first("top_k", 0))
     stop_token_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
-        stop_token_ids |= model.eos_token_ids
+        stop_token_ids |= {id for id in model.eos_token_ids if id < info.vocab_size}
+    num_tokens = info.vocab_size if model.tokenizer is None else model.tokenizer.vocab_size
     return TokenSampling(
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,
@@ -82,10 +81,44 @@ def resolve_sampling(
         top_k=top_k if 0 < top_k < info.vocab_size else 0,
         top_p=float(first("top_p", 1.0)),
         min_p=float(first("min_p", 0.0)),
+        typical_p=float(first("typical_p", 1.0)),
+        repetition_penalty=float(first("repetition_penalty", 1.0)),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        no_repeat_ngram_size=int(first("no_repeat_ngram_size", 0)),
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=bad_word_ids(params.bad_words, model, info.vocab_size),
         seed=params.seed or 0,
         stop_token_ids=tuple(sorted(stop_token_ids)),
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        token_ids_logprob=params.token_ids_logprob,
+        logprobs_mode=params.logprobs_mode,
+        num_tokens=min(num_tokens, info.vocab_size),
     )
+
+
+def bad_word_ids(
+    words: Sequence[str | Sequence[int]], model: TextModel, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Each as token ids; a string as it starts a text and as it follows a space, as in vLLM.
+
+    Raises: InvalidRequest.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not isinstance(word, str):
+            found[tuple(check_token_ids("bad_words", word, vocab_size))] = None
+            continue
+        if model.tokenizer is None:
+            raise InvalidRequest(
+                "bad_words", f"has a string, and {model.name} has no tokenizer; use token ids"
+            )
+        for text in (word.lstrip() or word, " " + word.lstrip()):
+            token_ids = model.tokenizer.encode(text, False, field="bad_words")
+            found[tuple(check_token_ids("bad_words", token_ids, vocab_size))] = None
+    return tuple(found)
 
 
 def check_options(request_id: Any, priority: Any, cache_salt: Any) -> None:
@@ -109,8 +142,15 @@ def choice_seed(seed: int | None, index: int) -> int:
     return int.from_bytes(digest) >> 1
 
 
-def with_seed(sampling: TokenSampling, seed: int) -> TokenSampling:
-    return msgspec.structs.replace(sampling, seed=seed)
+def for_choice(sampling: TokenSampling, seed: int, index: int) -> TokenSampling:
+    """The parameters of one choice: its own seed; only the first scores the prompt."""
+    scored = sampling.prompt_logprobs if index == 0 else None
+    return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=scored)
+
+
+def check_token_id(field: str, token_id: int, vocab_size: int) -> None:
+    if token_id >= vocab_size:
+        raise InvalidRequest(field, f"has {token_id}; allowed: 0 to {vocab_size - 1}")
 
 
 def check_token_ids(field: str, given: Sequence[int], vocab_size: int) -> list[int]:

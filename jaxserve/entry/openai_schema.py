@@ -15,12 +15,14 @@ from pydantic_core import PydanticCustomError
 
 from jaxserve.entry.failures import HttpFailure, UnsupportedParameter
 from jaxserve.types import (
+    ALL_LOGPROBS,
     MAX_LOGPROBS,
     Choice,
     ChosenLogprob,
     Delta,
     EngineInfo,
     InvalidRequest,
+    LogprobsMode,
     RequestOutput,
     SamplingParams,
     Usage,
@@ -174,6 +176,19 @@ Stop = Annotated[
 type TokenIds = Annotated[list[int], FailFast()]
 
 
+def check_biases(value: Any) -> Any:
+    """Token ids as numbers: JSON has only strings for keys."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return {int(token_id): bias for token_id, bias in value.items()}
+    except ValueError:
+        raise PydanticCustomError("logit_bias_key", "has a key that is no token id") from None
+
+
+LogitBias = Annotated[dict[int, float], pydantic.BeforeValidator(check_biases)]
+
+
 class Body(pydantic.BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
@@ -195,6 +210,11 @@ class SamplingBody(Body):
     n: int | None = Field(None, description="Choices for the prompt.")
     stop: Stop = ()
     seed: int | None = Field(None, description="Same seed, same prompt: same tokens.")
+    presence_penalty: float | None = Field(None, description="Off logits of tokens generated.")
+    frequency_penalty: float | None = Field(
+        None, description="Off a token's logit for each time that it was generated."
+    )
+    logit_bias: LogitBias | None = Field(None, description="Added to the logits of token ids.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted; has no effect.")
@@ -206,22 +226,35 @@ class SamplingBody(Body):
     min_tokens: int | None = Field(None, description="No end before this many tokens.")
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-text token.")
     stop_token_ids: TokenIds | None = Field(None, description="Generation ends at any of these.")
+    repetition_penalty: float | None = Field(
+        None, description="Divides logits of tokens in prompt and output; 1: none."
+    )
+    typical_p: float | None = Field(None, description="Locally typical sampling; 1: off.")
+    no_repeat_ngram_size: int | None = Field(
+        None, description="No run of this many tokens comes twice."
+    )
+    allowed_token_ids: TokenIds | None = Field(None, description="Only these are sampled.")
+    bad_words: Annotated[list[str | TokenIds], FailFast()] | None = Field(
+        None, description="Texts, or runs of token ids, that the output never has."
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        description=f"Log-probabilities of the prompt's tokens and of their likeliest "
+        f"alternatives, 0 to {MAX_LOGPROBS}, {ALL_LOGPROBS} for all; not with stream.",
+    )
+    token_ids_logprob: TokenIds | None = Field(
+        None, description="Log-probabilities of these tokens at each place."
+    )
+    logprobs_mode: LogprobsMode | None = Field(
+        None, description="Whether of the model's own distribution, or of what is sampled from."
+    )
     # Known elsewhere, not supported yet.
-    presence_penalty: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
-    frequency_penalty: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
-    repetition_penalty: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
     length_penalty: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
-    logit_bias: only({}) = None  # pyright: ignore[reportInvalidTypeForm]
-    typical_p: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
-    no_repeat_ngram_size: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
     use_beam_search: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
-    allowed_token_ids: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    bad_words: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
     stop_regex: only([], "") = None  # pyright: ignore[reportInvalidTypeForm]
     include_stop_str_in_output: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
     skip_special_tokens: only(True) = None  # pyright: ignore[reportInvalidTypeForm]
     spaces_between_special_tokens: only(True) = None  # pyright: ignore[reportInvalidTypeForm]
-    prompt_logprobs: only() = None  # pyright: ignore[reportInvalidTypeForm]
     truncate_prompt_tokens: only() = None  # pyright: ignore[reportInvalidTypeForm]
     priority: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
     cache_salt: only() = None  # pyright: ignore[reportInvalidTypeForm]
@@ -242,6 +275,8 @@ class SamplingBody(Body):
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "is only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs", "is not allowed when stream is true")
         return sampling_params(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
@@ -249,11 +284,22 @@ class SamplingBody(Body):
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
+            typical_p=self.typical_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
             seed=self.seed,
             stop=self.stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            token_ids_logprob=self.token_ids_logprob,
+            logprobs_mode=self.logprobs_mode,
             n=self.n,
         )
 
@@ -271,7 +317,8 @@ class CompletionRequest(SamplingBody):
 
     prompt: Prompt
     logprobs: int | None = Field(
-        None, description=f"Likeliest tokens to report, 0 to {MAX_LOGPROBS}."
+        None,
+        description=f"Likeliest tokens to report, 0 to {MAX_LOGPROBS}; {ALL_LOGPROBS}: all.",
     )
     echo: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
     best_of: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
@@ -322,7 +369,7 @@ class ChatRequest(SamplingBody):
     messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, description=f"0 to {MAX_LOGPROBS}.")
+    top_logprobs: int | None = Field(None, description=f"0 to {MAX_LOGPROBS}; {ALL_LOGPROBS}: all.")
     metadata: dict[str, str] | None = Field(None, description="Accepted; has no effect.")
     safety_identifier: str | None = Field(None, description="Accepted; has no effect.")
     prompt_cache_key: str | None = Field(
@@ -359,9 +406,11 @@ class ChatRequest(SamplingBody):
             max_tokens = self.max_completion_tokens
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs", "is only allowed when logprobs is true")
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+        most = MAX_LOGPROBS
+        if self.top_logprobs is not None and not ALL_LOGPROBS <= self.top_logprobs <= most:
             raise InvalidRequest(
-                "top_logprobs", f"is {self.top_logprobs}; allowed: 0 to {MAX_LOGPROBS}"
+                "top_logprobs",
+                f"is {self.top_logprobs}; allowed: 0 to {most}, or {ALL_LOGPROBS} for all",
             )
         try:
             return self._sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
@@ -448,6 +497,37 @@ def _finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
+def _named_logprobs(token: ChosenLogprob) -> dict[int, float]:
+    """{token id: logprob} of token_ids_logprob."""
+    return {token_id: _finite(logprob) for _, token_id, logprob in token.named}
+
+
+def prompt_logprobs_body(
+    tokens: Sequence[ChosenLogprob | None] | None,
+) -> list[dict[int, dict[str, Any]] | None] | None:
+    """vLLM's form: at each token of the prompt {token id: its log-probability and text}."""
+    if tokens is None:
+        return None
+
+    def entry(text: str, logprob: float) -> dict[str, Any]:
+        return {"logprob": _finite(logprob), "decoded_token": text}
+
+    return [
+        t
+        and {
+            **{i: entry(text, logprob) for text, i, logprob in [*t.named, *t.top]},
+            t.token_id: entry(t.token, t.logprob),
+        }
+        for t in tokens
+    ]
+
+
+def _prompt_logprobs(output: RequestOutput) -> dict[str, Any]:
+    if output.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs_body(output.prompt_logprobs)}
+
+
 def completion_logprobs(
     tokens: Sequence[ChosenLogprob] | None, offset: int = 0
 ) -> dict[str, Any] | None:
@@ -458,7 +538,9 @@ def completion_logprobs(
     for token in tokens:
         offsets.append(offset)
         offset += len(token.token)
+    named = any(t.named for t in tokens)
     return {
+        **({"token_ids_logprob": [_named_logprobs(t) for t in tokens]} if named else {}),
         "tokens": [t.token for t in tokens],
         "token_logprobs": [_finite(t.logprob) for t in tokens],
         "top_logprobs": [
@@ -485,6 +567,7 @@ def chat_logprobs(tokens: Sequence[ChosenLogprob] | None) -> dict[str, Any] | No
         "content": [
             {
                 **entry(t.token, t.logprob),
+                **({"token_ids_logprob": _named_logprobs(t)} if t.named else {}),
                 "top_logprobs": [entry(text, logprob) for text, _, logprob in t.top],
             }
             for t in tokens
@@ -504,20 +587,21 @@ class Completion:
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The whole answer; the choices of prompt i come after those of prompt i - 1."""
-        choices = [choice for output in outputs for choice in output.choices]
+        choices = [self._choice(choice, output) for output in outputs for choice in output.choices]
         return {
             **self.envelope,
-            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
             "usage": usage_body(add_usage([output.usage for output in outputs])),
         }
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: Choice, output: RequestOutput) -> dict[str, Any]:
+        """A choice but for its index."""
         return {
-            "index": index,
             "text": choice.text,
             "logprobs": completion_logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **_prompt_logprobs(output),
         }
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
@@ -554,9 +638,11 @@ class ChatCompletion(Completion):
         if stream:
             self.envelope["object"] = "chat.completion.chunk"
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return {**super().body(outputs), **_prompt_logprobs(outputs[0])}
+
+    def _choice(self, choice: Choice, output: RequestOutput) -> dict[str, Any]:
         return {
-            "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
             "logprobs": chat_logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,

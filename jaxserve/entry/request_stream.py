@@ -158,6 +158,11 @@ class RequestStream:
         """Since arrival."""
         self.choices: list[ChoiceState] = []
         self.error: Exception | None = None
+        self.prompt_logprobs: list[ChosenLogprob | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+        self._told_prompt = params.prompt_logprobs is None
+        """Whether a delta has had them."""
         self._break_off = break_off
         self._deltas: collections.deque[Delta] = collections.deque()
         self._backlogs: dict[int, Backlog] = {}
@@ -212,6 +217,7 @@ class RequestStream:
             prompt_token_ids=self.prompt_token_ids,
             choices=[choice.choice() for choice in self.choices],
             usage=self.usage(),
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     async def aclose(self) -> None:
@@ -250,10 +256,27 @@ class RequestStream:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             logprobs=backlog.logprobs if choice.logprobs is not None else None,
+            prompt_logprobs=self._tell_prompt(choice),
             usage=self.usage() if self.finished and not self._backlogs else None,
         )
 
+    def _tell_prompt(self, choice: ChoiceState) -> list[ChosenLogprob | None] | None:
+        """What a delta says of the prompt: all, with the first delta of the first choice."""
+        if self._told_prompt or choice.index > 0:
+            return None
+        self._told_prompt = True
+        return self.prompt_logprobs
+
     # The client's side
+
+    def add_prompt_logprobs(
+        self, logprobs: Sequence[TokenLogprobs], text: Callable[[int], str]
+    ) -> None:
+        """Takes those of the prompt's next tokens."""
+        assert self.prompt_logprobs is not None
+        token_ids = self.prompt_token_ids[len(self.prompt_logprobs) :]
+        named = self.params.token_ids_logprob
+        self.prompt_logprobs += chosen_logprobs(token_ids, logprobs, text, named)
 
     def deliver(
         self,
@@ -286,6 +309,7 @@ class RequestStream:
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
                 logprobs=logprobs,
+                prompt_logprobs=self._tell_prompt(choice),
                 usage=self.usage() if finished else None,
             )
         )
@@ -308,9 +332,13 @@ class RequestStream:
 
 
 def chosen_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text: Callable[[int], str]
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    text: Callable[[int], str],
+    named: Sequence[int] = (),
 ) -> list[ChosenLogprob]:
-    """Log-probabilities with each token's text; entries beyond `token_ids` are left out."""
+    """Log-probabilities with each token's text; entries beyond `token_ids` are left out. `named`
+    are the request's token_ids_logprob."""
     return [
         ChosenLogprob(
             token=text(token_id),
@@ -319,6 +347,10 @@ def chosen_logprobs(
             top=[
                 (text(other), other, logprob)
                 for other, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+            ],
+            named=[
+                (text(other), other, logprob)
+                for other, logprob in zip(named, entry.named, strict=True)
             ],
         )
         for token_id, entry in zip(token_ids, logprobs, strict=False)

@@ -19,20 +19,26 @@ class TextModel:
     tokenizer: Tokenizer | None
     """None: the folder has none; only token ids go in and out."""
     defaults: SamplingParams
-    """What generation_config.json states of temperature, top_k, top_p, min_p and max_new_tokens
-    (here max_tokens); None elsewhere."""
+    """What generation_config.json states of DEFAULTS and of max_new_tokens (here max_tokens)."""
     eos_token_ids: frozenset[int]
     """End a text: those of the config, of generation_config.json and of the tokenizer."""
 
 
 log = logging.getLogger(__name__)
 
+DEFAULTS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+)
+"""Keys of generation_config.json that take effect where a request says nothing."""
 NOT_SUPPORTED = {
-    "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "length_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
     "num_beams": 1,
@@ -52,9 +58,7 @@ def load_text_model(model: str) -> TextModel:
 def text_model(files: ModelFiles) -> TextModel:
     tokenizer = load_tokenizer(files)
     stated = {
-        name: value
-        for name in ("temperature", "top_k", "top_p", "min_p")
-        if (value := files.generation_config.get(name)) is not None
+        name: value for name in DEFAULTS if (value := files.generation_config.get(name)) is not None
     }
     if (value := files.generation_config.get("max_new_tokens")) is not None:
         stated["max_tokens"] = value

@@ -25,6 +25,9 @@ class SampleKind(enum.IntEnum):
     """Also top-k, top-p, min-p."""
     FULL = 3
     """Also token masks and log-probabilities."""
+    STATEFUL = 4
+    """Also what slot_state keeps: penalties, logit bias, named tokens; and typical-p, and the
+    log-probabilities of the whole vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.execution import sampling, step
+from jaxserve.execution import sampling, slot_state, step, token_masks
 from jaxserve.execution.buckets import Buckets, SampleKind, SampleShape, StepShape
 from jaxserve.memory import kv_cache
 from jaxserve.models.registry import BuiltModel
 from jaxserve.scheduler.sequence import Batch
-from jaxserve.types import BucketStats, ConfigError, TokenLogprobs
+from jaxserve.types import ALL_LOGPROBS, BucketStats, ConfigError, TokenLogprobs, TokenSampling
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -53,13 +53,15 @@ class Collected:
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: list[TokenLogprobs]
+    """One for each of its `scoring_rows`."""
 
 
 class Runner:
-    """The compiled steps, and the device state that they pass on: KV pages and each slot's last
-    token.
+    """The compiled steps, and the device state that they pass on: KV pages, each slot's last token
+    and what else the sampler keeps of a slot.
 
-    Both are donated to each step and replaced by what it returns.
+    All are donated to each step and replaced by what it returns.
     """
 
     def __init__(
@@ -85,17 +87,21 @@ class Runner:
         self._steps: dict[StepShape, Any] = {}
         self._samples: dict[SampleShape, Any] = {}
         self._bucket_stats: dict[StepShape, BucketStats] = {}
-        self._packer = step.Packer(buckets.max_num_seqs, buckets.pages)
+        self._start_row: Any = None
+        self._packer = step.Packer(buckets.max_num_seqs, buckets.pages, model.config.vocab_size)
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: tuple[jax.Array, ...] = ()
         self._last_token: jax.Array | None = None
+        self._slots: slot_state.SlotState | None = None
+        self._no_masks: dict[int, jax.Array] = {}
+        """A mask that allows every token, by its number of rows."""
         self._compiles: CompileCounter | None = None
 
     # ---- start-up
 
     @property
     def num_compiled(self) -> int:
-        return len(self._steps) + len(self._samples)
+        return len(self._steps) + len(self._samples) + (self._start_row is not None)
 
     @property
     def page_bytes(self) -> int:
@@ -118,7 +124,8 @@ class Runner:
             int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
             for leaf in self.model.abstract.values()
         )
-        left = usable_bytes - weight_bytes
+        slot_bytes = sum(x.size * x.dtype.itemsize for x in self._abstract_slots())
+        left = usable_bytes - weight_bytes - slot_bytes
         largest = max(self.buckets.steps(), key=lambda shape: shape.tokens)
         reserve = left // 8
         while True:
@@ -144,6 +151,7 @@ class Runner:
         steps.sort(key=lambda shape: (shape.kind, shape.tokens), reverse=True)
         work: list[tuple[Callable[[Any], None], Any]] = [(self._compile_step, s) for s in steps]
         work += [(self._compile_sample, s) for s in self.buckets.samples()]
+        work.append((self._compile_start_row, "row start"))
         workers = min(16, max(4, os.cpu_count() or 4))
         with concurrent.futures.ThreadPoolExecutor(workers) as threads:
             futures = {threads.submit(function, shape): shape for function, shape in work}
@@ -166,7 +174,10 @@ class Runner:
         self._last_token = jax.device_put(
             np.zeros(self.buckets.max_num_seqs, np.int32), self._replicated
         )
-
+        self._slots = jax.jit(self._empty_slots, out_shardings=self._replicated)()
+        for rows in {shape.rows for shape in self.buckets.samples()}:
+            mask = token_masks.all_allowed(rows, self._mask_words)
+            self._no_masks[rows] = jax.device_put(mask, self._replicated)
         self._compiles = CompileCounter(threading.get_ident())
         jax.monitoring.register_event_duration_secs_listener(self._compiles)
 
@@ -208,12 +219,23 @@ class Runner:
     def sample(self, batch: Batch, logits: jax.Array) -> Pending:
         """Sends the sampling of the batch's rows to the device; the tokens stay there for the next
         step too."""
-        num_rows, vocab_size = logits.shape
-        kind, packed, masks = self._packer.pack_sampling(batch, num_rows, vocab_size)
-        arguments = (packed,) if masks is None else (packed, masks)
-        compiled = self._samples[SampleShape(kind, num_rows)]
-        sampled, self._last_token = compiled(logits, self._last_token, *arguments)
-        for array in sampled:
+        num_rows = logits.shape[0]
+        given = self._packer.pack_sampling(batch, num_rows)
+        for packed in given.starts:
+            self._slots = self._start_row(self._slots, packed)
+        masks = self._no_masks[num_rows] if given.masks is None else given.masks
+        is_stateful = given.kind == SampleKind.STATEFUL
+        sampled, self._last_token, slots = self._samples[SampleShape(given.kind, num_rows)](
+            logits,
+            self._last_token,
+            given.options,
+            masks if given.kind >= SampleKind.FULL else None,
+            self._slots if is_stateful else None,
+        )
+        if is_stateful:
+            self._slots = slots
+        # those of all tokens are read only where a row asks for them
+        for array in sampled[:-1]:
             if array.size:
                 array.copy_to_host_async()
         return Pending(batch, sampled)
@@ -225,21 +247,20 @@ class Runner:
         rows = [r for r, row in enumerate(batch.rows) if row.samples]
         tokens = np.asarray(pending.sampled.tokens)[rows].tolist()
         if not pending.sampled.logprobs.size:
-            return Collected(tokens, [None] * len(tokens))
-        chosen = np.asarray(pending.sampled.logprobs)
-        top_ids = np.asarray(pending.sampled.top_ids)
-        top = np.asarray(pending.sampled.top_logprobs)
-        logprobs: list[TokenLogprobs | None] = []
-        for r, row in zip(rows, batch.sampling_rows, strict=True):
-            n = row.sequence.request.sampling.logprobs
-            logprobs.append(
-                None
-                if n is None
-                else TokenLogprobs(
-                    float(chosen[r, 0]), top_ids[r, :n].tolist(), top[r, :n].tolist()
-                )
+            return Collected(tokens, [None] * len(tokens), [])
+        read = LogprobReader(pending.sampled)
+        logprobs = [
+            read.row(r, row.sequence.request.sampling.logprobs, row.sequence.request.sampling)
+            for r, row in zip(rows, batch.sampling_rows, strict=True)
+        ]
+        scored = [
+            read.row(
+                r, row.sequence.request.sampling.prompt_logprobs, row.sequence.request.sampling
             )
-        return Collected(tokens, logprobs)
+            for r, row in enumerate(batch.rows)
+            if row.scores
+        ]
+        return Collected(tokens, logprobs, [one for one in scored if one is not None])
 
     # ---- compiling
 
@@ -276,22 +297,40 @@ class Runner:
                 self._array((step.packed_size(shape),), jnp.int32),
             )
 
+    @property
+    def _mask_words(self) -> int:
+        return token_masks.mask_words(self.model.config.vocab_size)
+
+    def _empty_slots(self) -> slot_state.SlotState:
+        return slot_state.empty(self.buckets.max_num_seqs, self.model.config.vocab_size)
+
+    def _abstract_slots(self) -> Any:
+        """A SlotState of shapes and types."""
+        shapes = jax.eval_shape(self._empty_slots)
+        return jax.tree.map(lambda x: self._array(x.shape, x.dtype), shapes)
+
     def _compile_sample(self, shape: SampleShape) -> None:
         vocab_size = self.model.config.vocab_size
+        masks = self._array((shape.rows, self._mask_words), jnp.uint32)
         arguments = [
             self._array((shape.rows, vocab_size), jnp.float32),
             self._array((self.buckets.max_num_seqs,), jnp.int32),
-            self._array((len(step.SAMPLE_FIELDS), shape.rows), jnp.int32),
+            self._array((len(step.RowOptions._fields), shape.rows), jnp.int32),
+            masks if shape.kind >= SampleKind.FULL else None,
+            self._abstract_slots() if shape.kind == SampleKind.STATEFUL else None,
         ]
-        if shape.kind == SampleKind.FULL:
-            arguments.append(self._array((shape.rows, -(-vocab_size // 32)), jnp.uint32))
         function = functools.partial(_sample, kind=shape.kind)
         jitted = jax.jit(
             _named(function, f"sample_{shape.kind.name.lower()}_{shape.rows}"),
-            donate_argnums=1,
+            donate_argnums=(1, 4),
             out_shardings=self._replicated,
         )
         self._samples[shape] = jitted.lower(*arguments).compile()
+
+    def _compile_start_row(self, _: str) -> None:
+        jitted = jax.jit(slot_state.start_row, donate_argnums=0, out_shardings=self._replicated)
+        packed = self._array((slot_state.PACKED_SIZE,), jnp.int32)
+        self._start_row = jitted.lower(self._abstract_slots(), packed).compile()
 
     def _forward(self, leaves, kv, last_token, packed, *, shape: StepShape):
         token_ids, positions, meta, logit_rows = step.unpack(
@@ -331,9 +370,43 @@ class CompileCounter:
             self.count += 1
 
 
-def _sample(logits, last_token, packed, mask=None, *, kind: SampleKind):
-    sampled = sampling.sample(logits, packed, mask, kind)
-    return sampled, last_token.at[packed[0]].set(sampled.tokens, mode="drop")
+class LogprobReader:
+    """The log-probabilities of a step's rows, as the host takes them apart."""
+
+    def __init__(self, sampled: sampling.Sampled):
+        self._sampled = sampled
+        self._chosen = np.asarray(sampled.logprobs)
+        self._top_ids = np.asarray(sampled.top_ids)
+        self._top = np.asarray(sampled.top_logprobs)
+        self._named = np.asarray(sampled.named_logprobs)
+
+    def row(self, r: int, count: int | None, options: TokenSampling) -> TokenLogprobs | None:
+        """Of row `r`, with the `count` likeliest tokens; None where nothing is asked for."""
+        named = options.token_ids_logprob
+        if count is None and not named:
+            return None
+        if count == ALL_LOGPROBS:
+            row = self._all[r]
+            ids = np.argsort(-row, kind="stable")
+            top = row[ids]
+        else:
+            ids, top = self._top_ids[r, : count or 0], self._top[r, : count or 0]
+        return TokenLogprobs(
+            float(self._chosen[r, 0]),
+            ids.tolist(),
+            top.tolist(),
+            self._named[r, : len(named)].tolist() if named else [],
+        )
+
+    @functools.cached_property
+    def _all(self) -> np.ndarray:
+        return np.asarray(self._sampled.all_logprobs)
+
+
+def _sample(logits, last_token, packed, masks, state, *, kind: SampleKind):
+    options = step.RowOptions.unpack(packed)
+    sampled, state = sampling.sample(logits, options, masks, state, kind)
+    return sampled, last_token.at[options.token_slot].set(sampled.tokens, mode="drop"), state
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:

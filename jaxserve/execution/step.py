@@ -10,13 +10,20 @@ device knows yet. Positions and cache slots follow from the rest on the device. 
 kv_len 0 and no tokens; padding tokens write to page 0, which is never handed out.
 """
 
+import dataclasses
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from jaxserve.execution.buckets import SampleKind, StepShape
+from jaxserve.execution.slot_state import pack_start
+from jaxserve.execution.token_masks import RowMask, all_allowed, mask_words, needs_mask
 from jaxserve.scheduler.sequence import Batch, Row
-from jaxserve.types import Request
+from jaxserve.types import ALL_LOGPROBS, Request, TokenSampling
 from pallas_kernels.paged_attention.api import AttentionMeta
 
 TOKEN_ON_DEVICE = -1
@@ -45,33 +52,74 @@ def packed_size(shape: StepShape) -> int:
     return layout(shape)["page_table"].stop
 
 
-SAMPLE_FIELDS = (
-    "slot",
-    "seed_low",
-    "seed_high",
-    "position",
-    "top_k",
-    "temperature",
-    "top_p",
-    "min_p",
-)
-"""Rows of the packed sampling buffer; the last three are float32 bits."""
+class RowOptions(NamedTuple):
+    """What the sampler needs to know of each row; packed as i32[F, R], one of these a line."""
+
+    slot: Int[Array, " R"]
+    token_slot: Int[Array, " R"]
+    """The slot, or one out of range where the row's token is not to be kept."""
+    seed_low: Int[Array, " R"]
+    seed_high: Int[Array, " R"]
+    position: Int[Array, " R"]
+    """Of the token to sample."""
+    num_tokens: Int[Array, " R"]
+    """Token ids from here on are padding of the vocabulary."""
+    target: Int[Array, " R"]
+    """The token whose log-probability is asked for; -1: the sampled one."""
+    is_processed: Int[Array, " R"]
+    """1: log-probabilities of what is sampled from; 0: of the model's own distribution."""
+    has_bias: Int[Array, " R"]
+    """1: slot_state's logit bias is this row's, not left there by another sequence."""
+    top_k: Int[Array, " R"]
+    temperature: Float[Array, " R"]
+    top_p: Float[Array, " R"]
+    min_p: Float[Array, " R"]
+    typical_p: Float[Array, " R"]
+    repetition_penalty: Float[Array, " R"]
+    presence_penalty: Float[Array, " R"]
+    frequency_penalty: Float[Array, " R"]
+
+    @classmethod
+    def unpack(cls, packed: Int[Array, "F R"]) -> "RowOptions":
+        floats = lax.bitcast_convert_type(packed[FIRST_FLOAT:], jnp.float32)
+        return cls(*packed[:FIRST_FLOAT], *floats)
+
+
+FIRST_FLOAT = RowOptions._fields.index("temperature")
+FLOAT_FIELDS = RowOptions._fields[FIRST_FLOAT:]
+LINE = {name: index for index, name in enumerate(RowOptions._fields)}
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingInput:
+    """What the sampling of one step needs; R rows."""
+
+    kind: SampleKind
+    """The cheapest that serves every row."""
+    options: np.ndarray
+    """RowOptions, i32[F, R]."""
+    masks: np.ndarray | None
+    """Which tokens each row may sample, u32[R, ceil(V/32)] (see token_masks); None: any."""
+    starts: list[np.ndarray]
+    """Calls of slot_state.start_row that must come before."""
 
 
 class Packer:
     """Fills the buffers of steps.
 
-    What stays the same between steps is kept by slot: page-table rows, sampling options.
+    What stays the same between steps is kept by slot: page-table rows, sampling options, masks.
     """
 
-    def __init__(self, max_num_seqs: int, pages: int):
+    def __init__(self, max_num_seqs: int, pages: int, vocab_size: int):
         self._page_table = np.zeros((max_num_seqs, pages), np.int32)
+        self._vocab_size = vocab_size
         self._requests: list[Request | None] = [None] * max_num_seqs
         """Whose options the rows below hold."""
-        self._options = np.zeros((len(SAMPLE_FIELDS), max_num_seqs), np.int32)
+        self._options = np.zeros((len(LINE), max_num_seqs), np.int32)
         self._kinds = np.zeros(max_num_seqs, np.int32)
-        self._may_stop_at = np.zeros(max_num_seqs, np.int32)
-        """Position from which on stop tokens may be sampled (after `min_tokens`)."""
+        self._row_masks: list[RowMask | None] = [None] * max_num_seqs
+        self._masked_until = np.zeros(max_num_seqs, np.int64)
+        """Position from which on the row needs no mask."""
 
     def pack(self, batch: Batch, shape: StepShape) -> np.ndarray:
         """The batch as one buffer, i32[packed_size(shape)], rows in the batch's order."""
@@ -102,62 +150,96 @@ class Packer:
         packed[parts["page_table"]].reshape(S, shape.pages)[:n] = self._page_table[slots]
         return packed
 
-    def pack_sampling(
-        self, batch: Batch, num_rows: int, vocab_size: int
-    ) -> tuple[SampleKind, np.ndarray, np.ndarray | None]:
-        """What the sampler needs: the cheapest kind that serves every row, its buffer, and for FULL
-        the token masks.
-
-        The buffer is i32[len(SAMPLE_FIELDS), num_rows]. A row that doesn't sample, or is padding,
-        has a slot out of range. Masks are u32[num_rows, ceil(V/32)]: bit v%32 of word v//32 says
-        whether token v may be sampled.
-        """
+    def pack_sampling(self, batch: Batch, num_rows: int) -> SamplingInput:
+        """The sampling of the batch's rows, padded to `num_rows`. All their tokens must be
+        known."""
         rows = batch.rows
+        starts: list[np.ndarray] = []
         for row in rows:
             if self._requests[row.slot] is not row.sequence.request:
-                self._keep_options(row)
-        slots = np.array([row.slot for row in rows])
-        packed = np.zeros((len(SAMPLE_FIELDS), num_rows), np.int32)
-        packed[0] = len(self._requests)
+                starts += self._keep_options(row)
+        n, slots = len(rows), np.array([row.slot for row in rows])
         samples = np.array([row.samples for row in rows])
-        kind = SampleKind(int(self._kinds[slots[samples]].max(initial=0)))
         positions = np.array([row.start + row.num_tokens for row in rows])
-        is_early = samples & (positions < self._may_stop_at[slots])
-        if is_early.any():
-            kind = SampleKind.FULL
-        if kind > SampleKind.GREEDY:
-            packed[:, : len(rows)] = self._options[:, slots]
-            packed[3, : len(rows)] = positions
-        packed[0, : len(rows)] = np.where(samples, slots, len(self._requests))
-        if kind < SampleKind.FULL:
-            return kind, packed, None
-        masks = np.full((num_rows, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
-        for r in np.flatnonzero(is_early):
-            for token in rows[r].sequence.request.sampling.stop_token_ids:
-                masks[r, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
-        return kind, packed, masks
+        is_masked = samples & (positions < self._masked_until[slots])
+        kind = SampleKind(int(self._kinds[slots[samples]].max(initial=0)))
+        if is_masked.any():
+            kind = max(kind, SampleKind.FULL)
+        options = np.zeros((len(LINE), num_rows), np.int32)
+        options[LINE["token_slot"]] = len(self._requests)
+        options[:, :n] = self._options[:, slots]
+        options[LINE["position"], :n] = positions
+        options[LINE["token_slot"], :n] = np.where(samples, slots, len(self._requests))
+        for r, row in enumerate(rows if len(batch.sampling_rows) < n else ()):
+            if not row.scores:
+                continue
+            kind = max(kind, _scoring_kind(row.sequence.request.sampling))
+            options[LINE["target"], r] = row.sequence.token_ids[row.start + 1]
+            options[LINE["is_processed"], r] = 0
+        masks = None
+        if is_masked.any():
+            masks = all_allowed(num_rows, mask_words(self._vocab_size))
+            for r in np.flatnonzero(is_masked):
+                row_mask = self._row_masks[rows[r].slot]
+                assert row_mask is not None
+                row_mask.fill(int(positions[r]), masks[r])
+        return SamplingInput(kind, options, masks, starts)
 
-    def _keep_options(self, row: Row) -> None:
-        request, slot = row.sequence.request, row.slot
-        sampling = request.sampling
+    def _keep_options(self, row: Row) -> list[np.ndarray]:
+        """Sets what is kept of the row's slot; returns the calls of slot_state.start_row that set
+        the device's part of it."""
+        sequence, slot = row.sequence, row.slot
+        request, sampling = sequence.request, sequence.request.sampling
         self._requests[slot] = request
         options = self._options[:, slot]
-        options[1:3] = _signed(sampling.seed), _signed(sampling.seed >> 32)
-        options[4] = sampling.top_k
-        options[5:] = np.array(
-            (sampling.temperature, sampling.top_p, sampling.min_p), np.float32
-        ).view(np.int32)
-        self._may_stop_at[slot] = 0
-        if sampling.stop_token_ids:
-            self._may_stop_at[slot] = row.sequence.num_prompt + sampling.min_tokens
-        if sampling.logprobs is not None:
-            self._kinds[slot] = SampleKind.FULL
-        elif sampling.temperature == 0:
-            self._kinds[slot] = SampleKind.GREEDY
-        elif sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0:
-            self._kinds[slot] = SampleKind.FILTERED
-        else:
-            self._kinds[slot] = SampleKind.RANDOM
+        options[LINE["slot"]] = slot
+        options[LINE["seed_low"]] = _signed(sampling.seed)
+        options[LINE["seed_high"]] = _signed(sampling.seed >> 32)
+        options[LINE["num_tokens"]] = sampling.num_tokens or self._vocab_size
+        options[LINE["target"]] = -1
+        options[LINE["is_processed"]] = sampling.logprobs_mode == "processed_logprobs"
+        options[LINE["has_bias"]] = bool(sampling.logit_bias)
+        options[LINE["top_k"]] = sampling.top_k
+        floats = [getattr(sampling, name) for name in FLOAT_FIELDS]
+        options[FIRST_FLOAT:] = np.array(floats, np.float32).view(np.int32)
+        self._kinds[slot] = sample_kind(sampling)
+        self._row_masks[slot], self._masked_until[slot] = None, 0
+        has_mask = needs_mask(sampling)
+        if has_mask or (sampling.stop_token_ids and sampling.min_tokens):
+            self._row_masks[slot] = RowMask(sequence, self._vocab_size)
+            self._masked_until[slot] = sequence.num_prompt + sampling.min_tokens
+        if has_mask:
+            self._masked_until[slot] = np.iinfo(np.int64).max
+        kinds = {sample_kind(sampling), _scoring_kind(sampling)}
+        return pack_start(sequence, slot) if SampleKind.STATEFUL in kinds else []
+
+
+def sample_kind(sampling: TokenSampling) -> SampleKind:
+    """The cheapest kind that serves a request's rows, token masks apart."""
+    if (
+        sampling.logit_bias
+        or sampling.repetition_penalty != 1
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.typical_p < 1
+        or sampling.token_ids_logprob
+        or sampling.logprobs == ALL_LOGPROBS
+    ):
+        return SampleKind.STATEFUL
+    if sampling.logprobs is not None:
+        return SampleKind.FULL
+    if sampling.temperature == 0:
+        return SampleKind.GREEDY
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0:
+        return SampleKind.FILTERED
+    return SampleKind.RANDOM
+
+
+def _scoring_kind(sampling: TokenSampling) -> SampleKind:
+    """What the rows of a prompt whose log-probabilities are asked for need."""
+    if sampling.prompt_logprobs == ALL_LOGPROBS or sampling.token_ids_logprob:
+        return SampleKind.STATEFUL
+    return SampleKind.FULL
 
 
 def _signed(value: int) -> int:

@@ -131,10 +131,13 @@ class Scheduler:
         before anything else is called here.
         """
         decodes: list[Row] = []
+        scored: list[Row] = []
         others: list[Row] = []
         updates: list[PageUpdate] = []
         running, page_size = self.running, self.config.page_size
         spare = self.config.max_batched_tokens - len(running)
+        # rows that no running sequence needs, for the prompts being scored
+        spare_rows = self.config.max_num_seqs - len(running)
         num_preemptions = self.num_preemptions
         index = 0
         while index < len(running):  # preemption shortens it from the end
@@ -143,39 +146,59 @@ class Scheduler:
             total = len(sequence.token_ids) + sequence.num_pending
             if total >= sequence.max_total:  # its last token is in flight
                 spare += 1
+                spare_rows += 1
                 continue
             start = sequence.num_computed
+            is_scoring = start < sequence.num_prompt and sequence.is_scoring
             num_tokens = total - start
             if num_tokens > 1:
                 num_tokens = min(num_tokens, 1 + spare)
+                if is_scoring:
+                    num_tokens = min(num_tokens, 1 + spare_rows)
             if start + num_tokens > len(sequence.pages) * page_size:
                 num_tokens = self._grow(sequence, num_tokens)
             if num_tokens:
                 row = self._advance(sequence, num_tokens, updates)
-                (decodes if num_tokens == 1 and row.samples else others).append(row)
+                if is_scoring:
+                    scored += _rows_to_score(row)
+                    spare_rows -= num_tokens - 1
+                else:
+                    (decodes if num_tokens == 1 and row.samples else others).append(row)
             spare -= num_tokens - 1
 
         # Whoever was just preempted would be the first to come back: not in the same step.
         if (
             self.waiting
             and spare > 0
+            and spare_rows > 0
             and self.free_slots
             and num_preemptions == self.num_preemptions
         ):
             for sequence in self.policy(self.waiting, self._num_matched):
-                if spare <= 0 or not self.free_slots or not self._admit(sequence):
+                if min(spare, spare_rows) <= 0 or not self.free_slots or not self._admit(sequence):
                     break
                 num_tokens = min(spare, len(sequence.token_ids) - sequence.num_computed)
+                is_scoring = sequence.is_scoring
+                if is_scoring:
+                    num_tokens = min(num_tokens, spare_rows)
                 num_tokens = self._grow(sequence, num_tokens)
                 row = self._advance(sequence, num_tokens, updates)
-                (decodes if num_tokens == 1 and row.samples else others).append(row)
                 spare -= num_tokens
+                if is_scoring:
+                    scored += _rows_to_score(row)
+                    spare_rows -= num_tokens
+                else:
+                    (decodes if num_tokens == 1 and row.samples else others).append(row)
+                    spare_rows -= 1
 
+        decodes += scored
         rows = decodes + others if others else decodes
         if not rows:
             return None
         num_tokens = len(decodes) + sum(row.num_tokens for row in others)
-        sampling_rows = decodes + [row for row in others if row.samples] if others else decodes
+        sampling_rows = decodes
+        if others or scored:
+            sampling_rows = [row for row in rows if row.samples]
         batch = Batch(rows, len(decodes), num_tokens, sampling_rows, updates)
         self.num_steps += 1
         self.computed_tokens += num_tokens
@@ -217,6 +240,20 @@ class Scheduler:
             committed.append(Committed(index, sequence, token, reason))
         self.generated_tokens += len(committed)
         return committed
+
+    def commit_scores(self, batch: Batch) -> list[tuple[int, Sequence]]:
+        """Makes the log-probabilities of prompts known that `batch` brought; before its `commit`.
+
+        Returns which of its `scoring_rows` count, with their sequences: not those of requests that
+        ended, nor what a preempted sequence computed again.
+        """
+        news: list[tuple[int, Sequence]] = []
+        for index, row in enumerate(batch.scoring_rows):
+            sequence = row.sequence
+            if sequence.status != "finished" and row.start == sequence.num_scored:
+                sequence.num_scored += 1
+                news.append((index, sequence))
+        return news
 
     def flush_cache(self) -> int:
         """Hides all KV computed so far from later admissions, as after new weights.
@@ -309,6 +346,8 @@ class Scheduler:
         if sequence.num_pending:  # preempted; it can't go on before its token in flight is known
             return False
         shared = self._match(sequence)
+        if sequence.is_scoring:
+            shared = shared[: sequence.num_scored // self.config.page_size]
         self.cache.lock(shared)
         needed = self._num_pages(len(sequence.token_ids)) - len(shared)
         if self.running and self._num_available() < needed + len(self.running):
@@ -414,3 +453,20 @@ class Scheduler:
         self.free_slots.append(sequence.slot)
         sequence.slot = -1
         self.running.remove(sequence)
+
+
+def _rows_to_score(row: Row) -> list[Row]:
+    """A row of a prompt, one row for each token; the prompt's last token samples instead."""
+    sequence = row.sequence
+    return [
+        Row(
+            sequence,
+            row.slot,
+            start,
+            1,
+            samples=start == sequence.num_prompt - 1,
+            token_pending=False,
+            scores=start < sequence.num_prompt - 1,
+        )
+        for start in range(row.start, row.start + row.num_tokens)
+    ]

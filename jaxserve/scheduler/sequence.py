@@ -38,6 +38,8 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     """Prompt tokens that the prefix cache had when it was first admitted."""
+    num_scored: int = 0
+    """Leading tokens that the log-probabilities of their next are known of, where asked for."""
     num_preemptions: int = 0
     num_overtaken: int = 0
     """Admissions of others while it was the first in line."""
@@ -75,6 +77,17 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def is_scoring(self) -> bool:
+        """What it computes next is of its prompt, whose log-probabilities are asked for and not all
+        known: each token is a row of its own, with logits of its own, and cached pages beyond those
+        scored are no use."""
+        return (
+            self.request.sampling.prompt_logprobs is not None
+            and self.num_scored < self.num_prompt - 1
+            and self.num_computed < self.num_prompt
+        )
+
+    @property
     def prefix_node(self) -> Node:
         """Its deepest node of the prefix tree: a page, or the root."""
         return self.pages[self.num_shared - 1] if self.num_shared else self.root
@@ -92,6 +105,8 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     """The step samples the token at position start + num_tokens."""
     token_pending: bool
     """The row's last token is not known to the host: it's the one last sampled for the slot."""
+    scores: bool = False
+    """The step tells the log-probability of the prompt's token at position start + num_tokens."""
 
 
 class PageUpdate(msgspec.Struct, frozen=True, gc=False):
@@ -106,7 +121,8 @@ class Batch(msgspec.Struct, frozen=True):
     """One step. Every batch must be run, in the order they were scheduled."""
 
     rows: list[Row]
-    """Decode rows first: one token each, and they sample."""
+    """Decode rows first: one token each, and they sample or score. A sequence may have many that
+    score."""
     num_decode_rows: int
     num_tokens: int
     sampling_rows: list[Row]
@@ -117,6 +133,11 @@ class Batch(msgspec.Struct, frozen=True):
     @property
     def kind(self) -> Literal["decode", "mixed"]:
         return "decode" if self.num_decode_rows == len(self.rows) else "mixed"
+
+    @property
+    def scoring_rows(self) -> list[Row]:
+        """In the order of `rows`: what `Scheduler.commit_scores` is about."""
+        return [row for row in self.rows if row.scores]
 
 
 class Committed(msgspec.Struct, frozen=True, gc=False):

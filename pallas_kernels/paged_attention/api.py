@@ -91,17 +91,6 @@ def paged_attention(
     jax.jit, static_argnames=("sm_scale", "spec", "impl", "device_kind", "interpret")
 )
 def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, device_kind, interpret):
-    params = None
-    if impl == "gpu":
-        from jax.experimental.pallas import mosaic_gpu
-
-        from pallas_kernels.paged_attention import gpu, gpu_write
-
-        params = mosaic_gpu.InterpretGPUParams() if interpret else None
-    if impl == "gpu" and gpu_write.unsupported(*k.shape, kv_pages.dtype) is None:
-        kv_pages = gpu_write.write_kv(k, v, kv_pages, meta.slot_mapping, interpret=params)
-    else:
-        kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
     options = {
         "sm_scale": sm_scale,
         "kind": spec.kind,
@@ -109,14 +98,26 @@ def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, device_kind, int
         "soft_cap": spec.soft_cap,
         "sinks": sinks,
     }
-    if impl == "reference":
-        out = reference.attend(q, kv_pages, meta, **options)
-    elif impl == "tpu":
+    if impl == "gpu":
+        from jax.experimental.pallas import mosaic_gpu
+
+        from pallas_kernels.paged_attention import gpu, gpu_write
+
+        params = mosaic_gpu.InterpretGPUParams() if interpret else None
+        if gpu_write.unsupported(*k.shape, dtype=kv_pages.dtype) is None:
+            write = functools.partial(gpu_write.write_kv, interpret=params)
+        else:
+            write = write_kv
+        kv_pages = write(k, v, kv_pages, meta.slot_mapping)
+        out = gpu.attend(q, kv_pages, meta, device_kind=device_kind, interpret=params, **options)
+        return out, kv_pages
+    kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
+    if impl == "tpu":
         from pallas_kernels.paged_attention import tpu
 
         out = tpu.attend(q, kv_pages, meta, interpret=interpret, **options)
     else:
-        out = gpu.attend(q, kv_pages, meta, device_kind=device_kind, interpret=params, **options)
+        out = reference.attend(q, kv_pages, meta, **options)
     return out, kv_pages
 
 

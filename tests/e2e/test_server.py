@@ -181,8 +181,8 @@ def test_a_client_that_goes_away_frees_its_request(server):
         ({"prompt": "x", "no_such_field": 1}, 400),
         ({"prompt": {"a": 1}}, 400),
         ({"prompt": "x", "model": "other"}, 404),
-        ({"prompt": "x", "logit_bias": {"5": 1}}, 400),
-        ({"prompt": "x", "presence_penalty": 1}, 400),
+        ({"prompt": "x", "logit_bias": {"5": 101}}, 400),
+        ({"prompt": "x", "presence_penalty": 3}, 400),
     ],
 )
 def test_bad_requests_get_an_error_of_openais_shape_and_harm_nobody(server, body, status):

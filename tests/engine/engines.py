@@ -57,6 +57,7 @@ class Result:
     finish_reason: str | None
     cached: int
     logprobs: list
+    prompt_logprobs: list
     error: str | None = None
 
 
@@ -100,7 +101,7 @@ class Driver:
         return self.results()
 
     def results(self) -> dict[str, Result]:
-        found: dict[str, Result] = collections.defaultdict(lambda: Result([], None, 0, []))
+        found: dict[str, Result] = collections.defaultdict(lambda: Result([], None, 0, [], []))
         for output in self.outputs():
             result = found[output.request_id]
             assert result.finish_reason is None, f"output after the end: {output}"
@@ -108,6 +109,8 @@ class Driver:
             result.finish_reason = output.finish_reason
             result.cached = output.num_cached_tokens
             result.logprobs += output.logprobs or []
+            assert not (output.prompt_logprobs and result.token_ids), "the prompt's come first"
+            result.prompt_logprobs += output.prompt_logprobs or []
             result.error = output.error
         return dict(found)
 

@@ -54,6 +54,7 @@ def byte_tokenizer() -> Tokenizer:
 class Running:
     request: Request
     position: int = 0
+    scores: bool = False
 
 
 class FakeEngine:
@@ -92,7 +93,8 @@ class FakeEngine:
         match message:
             case messages.Submit(request):
                 self.requests.append(request)
-                self.running[request.request_id] = Running(request)
+                scores = request.sampling.prompt_logprobs is not None
+                self.running[request.request_id] = Running(request, scores=scores)
                 self._work.set()
             case messages.Abort(request_ids):
                 for request_id in request_ids:
@@ -124,10 +126,22 @@ class FakeEngine:
                 self._work.clear()
                 await self._work.wait()
             await asyncio.sleep(self.step_s)
-            outputs = [self._step(one) for one in list(self.running.values())]
+            running = list(self.running.values())
+            outputs = [self._score(one) for one in running if one.scores]
+            outputs += [self._step(one) for one in running]
             if outputs:
                 self._count(outputs)
                 self._out.put_nowait(messages.Outputs(outputs, self._stats))
+
+    def _score(self, one: Running) -> TokenOutput:
+        sampling, one.scores = one.request.sampling, False
+        count = len(one.request.token_ids) - 1
+        top = list(range(sampling.prompt_logprobs or 0))
+        named = [-3.0 - i for i in range(len(sampling.token_ids_logprob))]
+        logprobs = [TokenLogprobs(-0.25, top, [-1.0 - i for i in top], named)] * count
+        return TokenOutput(
+            request_id=one.request.request_id, token_ids=[], prompt_logprobs=logprobs
+        )
 
     def _step(self, one: Running) -> TokenOutput:
         sampling, request_id = one.request.sampling, one.request.request_id
@@ -144,9 +158,10 @@ class FakeEngine:
         if reason is not None:
             del self.running[request_id]
         logprobs = None
-        if sampling.logprobs is not None:
-            top = [token, *range(sampling.logprobs)][: sampling.logprobs]
-            logprobs = [TokenLogprobs(-0.5, top, [-0.5 - i for i in range(len(top))])]
+        named = [-3.0 - i for i in range(len(sampling.token_ids_logprob))]
+        if sampling.logprobs is not None or named:
+            top = [token, *range(sampling.logprobs or 0)][: sampling.logprobs or 0]
+            logprobs = [TokenLogprobs(-0.5, top, [-0.5 - i for i in range(len(top))], named)]
         return TokenOutput(
             request_id=request_id,
             token_ids=[token],

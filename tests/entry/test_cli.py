@@ -131,6 +131,18 @@ def test_generate_prints_the_text(fakes: Fakes):
     assert fakes.configs == [EngineConfig(model="m")]
 
 
+def test_token_options_are_flags(fakes: Fakes):
+    flags = "--logit-bias 7=-1.5 --logit-bias 8=2 --allowed-token-ids 3 --bad-words ab"
+    run("generate", "m", "--prompt", "a", *flags.split(), "--presence-penalty", "1")
+    (request,) = fakes.engines[0].requests
+    assert request.sampling.logit_bias == {7: -1.5, 8: 2.0}
+    assert request.sampling.allowed_token_ids == (3,)
+    assert len(request.sampling.bad_words) == 2
+    wrong = run("generate", "m", "--prompt", "a", "--logit-bias", "x=1")
+    assert wrong.exit_code == 2
+    assert "'x=1' is not ID=NUMBER" in wrong.stderr
+
+
 def test_generate_json_is_the_whole_result(fakes: Fakes):
     result = run("generate", "m", "--prompt", "a", "--prompt", "bc", "--max-tokens", "5", "--json")
     first, second = map(json.loads, result.stdout.splitlines())

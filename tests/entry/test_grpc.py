@@ -103,6 +103,33 @@ async def test_generate_from_tokens_with_choices_stop_and_logprobs(stub):
     assert sum(r.HasField("usage") for r in responses) == 1
 
 
+async def test_token_options_reach_the_engine(stub, served: Served):
+    sampling = pb.SamplingParams(
+        typical_p=0.4, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=-0.5,
+        no_repeat_ngram_size=3, logit_bias={7: -1.0}, bad_words=["a"],
+        allowed_token_ids=pb.TokenIds(ids=[5, 9]), bad_words_ids=[pb.TokenIds(ids=[3, 4])],
+        prompt_logprobs=1, token_ids_logprob=[9, 4], logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+    responses = [r async for r in stub.Generate(pb.GenerateRequest(text="abc", sampling=sampling))]
+    given = served.engine.requests[-1].sampling
+    floats = (given.typical_p, given.repetition_penalty, given.presence_penalty)
+    assert (*floats, given.frequency_penalty) == (0.4, 1.2, 0.5, -0.5)
+    assert (given.no_repeat_ngram_size, given.logit_bias) == (3, {7: -1.0})
+    assert (given.allowed_token_ids, given.bad_words[-1]) == ((5, 9), (3, 4))
+    assert given.logprobs_mode == "processed_logprobs"
+    prompt = responses[0].prompt_logprobs
+    assert [(p.token, p.logprob, p.top[0].token_id) for p in prompt] == [
+        ("b", -0.25, 0),
+        ("c", -0.25, 0),
+    ]
+    assert not any(r.prompt_logprobs for r in responses[1:])
+    named = responses[0].logprobs[0].named
+    assert [(top.token_id, top.logprob) for top in named] == [(9, -3.0), (4, -4.0)]
+    unset = [r async for r in stub.Generate(pb.GenerateRequest(text="abc"))]
+    assert served.engine.requests[-1].sampling.allowed_token_ids is None
+    assert not unset[0].prompt_logprobs
+
+
 async def test_chat_uses_the_template_and_the_whole_context(stub, served: Served):
     served.engine.ends = True
     messages = [pb.Message(role="system", content="s"), pb.Message(role="user", content="u")]

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from server_fakes import REPLY, FakeEngine, Served, serving, serving_http
+from server_fakes import REPLY, FakeEngine, Served, byte_tokenizer, serving, serving_http
 
 from jaxserve.entry.front import Front
 
@@ -177,6 +177,51 @@ async def test_parameters_reach_the_engine(client: openai.AsyncOpenAI, served: S
     assert (sampling.seed, sampling.stop_token_ids) == (7, (9,))
 
 
+async def test_token_options_reach_the_engine(client: openai.AsyncOpenAI, served: Served):
+    options: dict[str, Any] = {
+        "typical_p": 0.4, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3,
+        "allowed_token_ids": [5, 9], "prompt_logprobs": 3, "token_ids_logprob": [4],
+        "logprobs_mode": "processed_logprobs",
+    }  # fmt: skip
+    await client.chat.completions.create(
+        model="tiny", messages=CHAT["messages"], logit_bias={"7": -1}, presence_penalty=0.5,
+        frequency_penalty=-0.5, extra_body={**options, "bad_words": ["ab", [3, 4]]},
+    )  # fmt: skip
+    sampling = served.engine.requests[-1].sampling
+    for name, value in options.items():
+        assert getattr(sampling, name) == (tuple(value) if isinstance(value, list) else value)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert sampling.logit_bias == {7: -1.0}
+    tokenizer = byte_tokenizer()
+    words = [tokenizer.encode(text, False) for text in ("ab", " ab")]
+    assert sampling.bad_words == (*map(tuple, words), (3, 4))
+    assert sampling.num_tokens == tokenizer.vocab_size
+
+
+async def test_prompt_and_named_logprobs(client: openai.AsyncOpenAI, served: Served):
+    request: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": 2, "n": 2}
+    more = {"prompt_logprobs": 1, "token_ids_logprob": [9, 4]}
+    answer = await client.completions.create(**request, logprobs=0, extra_body=more)
+    assert [r.sampling.prompt_logprobs for r in served.engine.requests] == [1, None]
+    _, b, c = byte_tokenizer().encode("abc", False)
+    for choice in answer.choices:
+        assert choice.model_extra is not None
+        first, *rest = choice.model_extra["prompt_logprobs"]
+        assert first is None
+        assert [set(entry) for entry in rest] == [{str(t), "0", "9", "4"} for t in (b, c)]
+        assert rest[0][str(b)] == {"logprob": -0.25, "decoded_token": "b"}
+        assert choice.logprobs is not None
+        named = choice.logprobs.model_extra["token_ids_logprob"]
+        assert named == [{"9": -3.0, "4": -4.0}] * 2
+    more = {"prompt_logprobs": 0, "token_ids_logprob": [9]}
+    chat = await client.chat.completions.create(**CHAT, extra_body=more)
+    assert chat.model_extra is not None
+    assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+    assert not chat.choices[0].model_extra.get("prompt_logprobs")
+    assert chat.choices[0].logprobs is not None
+    assert chat.choices[0].logprobs.content[0].model_extra["token_ids_logprob"] == {"9": -3.0}
+
+
 async def test_chat_logprobs(client: openai.AsyncOpenAI):
     answer = await client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
     logprobs = answer.choices[0].logprobs
@@ -316,8 +361,25 @@ async def test_openapi_describes_the_bodies(http: httpx.AsyncClient):
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-        ({"prompt": "a", "presence_penalty": 0.1}, "presence_penalty"),
-        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
+        ({"prompt": "a", "frequency_penalty": -3}, "frequency_penalty"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "a", "typical_p": 0}, "typical_p"),
+        ({"prompt": "a", "no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"258": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
+        ({"prompt": "a", "allowed_token_ids": [258]}, "allowed_token_ids"),
+        ({"prompt": "a", "bad_words": [""]}, "bad_words"),
+        ({"prompt": "a", "bad_words": [[1, 258]]}, "bad_words"),
+        ({"prompt": "a", "bad_words": ["x"] * 1025}, "bad_words"),
+        ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt": "a", "token_ids_logprob": [258]}, "token_ids_logprob"),
+        ({"prompt": "a", "token_ids_logprob": [0] * 129}, "token_ids_logprob"),
+        ({"prompt": "a", "logprobs_mode": "logits"}, "logprobs_mode"),
         ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),

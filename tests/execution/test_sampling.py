@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.execution import sampling
 from jaxserve.execution.buckets import SampleKind
+from jaxserve.execution.step import RowOptions
 
 V = 1003
 
@@ -16,15 +17,17 @@ def logits() -> np.ndarray:
     return np.random.default_rng(7).normal(0, 3, (6, V)).astype(np.float32)
 
 
-def packed(rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0):
-    buffer = np.zeros((8, rows), np.int32)
-    buffer[0] = np.arange(rows)
-    buffer[1] = seed
-    buffer[3] = position
-    buffer[4] = top_k
-    floats = buffer.view(np.float32)
-    floats[5], floats[6], floats[7] = temperature, top_p, min_p
-    return jnp.asarray(buffer)
+def options(rows: int, **fields) -> RowOptions:
+    """The same for every row; `fields` are RowOptions'."""
+    neutral = dict.fromkeys(RowOptions._fields, 0) | dict(
+        num_tokens=V, target=-1, temperature=1.0, top_p=1.0, typical_p=1.0, repetition_penalty=1.0
+    )
+    values = {name: jnp.full(rows, value) for name, value in (neutral | fields).items()}
+    return RowOptions(**values)._replace(slot=jnp.arange(rows))
+
+
+def sample(logits, options: RowOptions, mask, kind: SampleKind) -> sampling.Sampled:
+    return sampling.sample(jnp.asarray(logits), options, mask, None, kind)[0]
 
 
 def kept(array: jax.Array) -> np.ndarray:
@@ -75,6 +78,18 @@ def test_min_p_drops_what_is_unlikely_beside_the_likeliest(logits, p):
     assert (result.sum(-1) >= 1).all()
 
 
+@pytest.mark.parametrize("p", [1e-7, 0.2, 0.9, 1.0])
+def test_typical_p_keeps_what_is_nearest_the_entropy(logits, p):
+    result = kept(sampling.keep_typical_p(jnp.asarray(logits), jnp.full(6, p, jnp.float32)))
+    for row, mask in zip(logits.astype(np.float64), result, strict=True):
+        logprobs = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        order = np.argsort(np.abs(logprobs - (np.exp(logprobs) * logprobs).sum()))
+        reached = np.cumsum(np.exp(logprobs[order]))
+        expected = np.zeros(V, bool)
+        expected[order[: V if p == 1.0 else int(np.searchsorted(reached, p)) + 1]] = True
+        np.testing.assert_array_equal(mask, expected)
+
+
 def test_draw_follows_the_distribution():
     row = np.array([0.0, 1.0, -np.inf, 2.0, 0.5, -1.0] + [-np.inf] * 600 + [1.5], np.float32)
     u = np.linspace(0, 1, 20000, endpoint=False, dtype=np.float32)
@@ -115,31 +130,29 @@ def test_uniform_is_spread_evenly_over_positions():
 @pytest.mark.parametrize("kind", [SampleKind.RANDOM, SampleKind.FILTERED, SampleKind.FULL])
 def test_temperature_zero_is_argmax_in_every_kind(logits, kind):
     mask = jnp.full((6, -(-V // 32)), 0xFFFFFFFF, jnp.uint32) if kind == SampleKind.FULL else None
-    result = sampling.sample(jnp.asarray(logits), packed(6, temperature=0.0), mask, kind)
+    result = sample(logits, options(6, temperature=0.0), mask, kind)
     np.testing.assert_array_equal(result.tokens, logits.argmax(-1))
 
 
 def test_a_tiny_temperature_is_argmax_too(logits):
-    result = sampling.sample(
-        jnp.asarray(logits), packed(6, temperature=1e-6), None, SampleKind.RANDOM
-    )
+    result = sample(logits, options(6, temperature=1e-6), None, SampleKind.RANDOM)
     np.testing.assert_array_equal(result.tokens, logits.argmax(-1))
 
 
 @pytest.mark.parametrize("kind", [SampleKind.FILTERED, SampleKind.FULL])
 def test_kinds_agree_where_their_work_overlaps(logits, kind):
-    options = packed(6, temperature=0.8, seed=5, position=3)
+    given = options(6, temperature=0.8, seed_low=5, position=3)
     mask = jnp.full((6, -(-V // 32)), 0xFFFFFFFF, jnp.uint32) if kind == SampleKind.FULL else None
-    plain = sampling.sample(jnp.asarray(logits), options, None, SampleKind.RANDOM)
-    more = sampling.sample(jnp.asarray(logits), options, mask, kind)
+    plain = sample(logits, given, None, SampleKind.RANDOM)
+    more = sample(logits, given, mask, kind)
     np.testing.assert_array_equal(plain.tokens, more.tokens)
 
 
 def test_filters_hold_over_many_draws(logits):
     rows = jnp.tile(jnp.asarray(logits[:1]), (2000, 1))
-    options = packed(2000, temperature=1.5, top_k=50, top_p=0.8, min_p=0.02, seed=11)
-    options = options.at[3].set(jnp.arange(2000))
-    tokens = np.asarray(sampling.sample(rows, options, None, SampleKind.FILTERED).tokens)
+    given = options(2000, temperature=1.5, top_k=50, top_p=0.8, min_p=0.02, seed_low=11)
+    given = given._replace(position=jnp.arange(2000))
+    tokens = np.asarray(sample(rows, given, None, SampleKind.FILTERED).tokens)
     scaled = logits[0].astype(np.float64) / 1.5
     order = np.argsort(-scaled)[:50]
     probabilities = np.exp(scaled[order] - scaled.max())
@@ -157,20 +170,15 @@ def test_a_masked_token_is_never_sampled_and_one_left_always_is(logits):
     for row, token in enumerate(only):
         bits[row, token // 32] = 1 << token % 32
     for temperature in (0.0, 1.0):
-        result = sampling.sample(
-            jnp.asarray(logits),
-            packed(6, temperature=temperature),
-            jnp.asarray(bits),
-            SampleKind.FULL,
-        )
+        given = options(6, temperature=temperature)
+        result = sample(logits, given, jnp.asarray(bits), SampleKind.FULL)
         np.testing.assert_array_equal(result.tokens, only)
 
 
 def test_logprobs_are_of_the_models_own_distribution(logits):
     mask = jnp.full((6, -(-V // 32)), 0xFFFFFFFF, jnp.uint32)
-    result = sampling.sample(
-        jnp.asarray(logits), packed(6, temperature=0.3, top_k=3, seed=1), mask, SampleKind.FULL
-    )
+    given = options(6, temperature=0.3, top_k=3, seed_low=1)
+    result = sample(logits, given, mask, SampleKind.FULL)
     exact = logits.astype(np.float64)
     exact = exact - np.log(np.exp(exact - exact.max(-1, keepdims=True)).sum(-1, keepdims=True))
     exact -= logits.max(-1, keepdims=True)

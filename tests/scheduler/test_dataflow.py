@@ -137,6 +137,8 @@ class Engine:
         self.overlap = overlap
         self.pending: deque[tuple[Batch, PackedStep]] = deque()
         self.outputs: dict[str, list[int]] = {}
+        self.scored: dict[str, list[int]] = {}
+        """Positions of the prompt whose logits were told."""
         self.finished: dict[str, str] = {}
         self.requests: dict[str, Request] = {}
         self.deadlines: dict[str, int] = {}
@@ -154,6 +156,7 @@ class Engine:
         self.scheduler.add(request)
         self.requests[request.request_id] = request
         self.outputs[request.request_id] = []
+        self.scored[request.request_id] = []
         self.min_versions[request.request_id] = self.scheduler.cache_version
         self.check()
 
@@ -210,9 +213,19 @@ class Engine:
         assert 0 < batch.num_tokens <= self.config.max_batched_tokens
         assert batch.num_tokens == sum(row.num_tokens for row in batch.rows)
         assert all(row.num_tokens > 0 for row in batch.rows)
-        slots = [row.slot for row in batch.rows]
-        assert len(set(slots)) == len(slots) <= self.config.max_num_seqs
-        is_decode = [row.num_tokens == 1 and row.samples for row in batch.rows]
+        assert len(batch.rows) <= self.config.max_num_seqs
+        sequences = {row.slot: row.sequence for row in batch.rows}
+        ends = {}
+        for row in batch.rows:
+            assert sequences[row.slot] is row.sequence
+            assert ends.setdefault(row.slot, row.start) == row.start, "a gap, or another's slot"
+            ends[row.slot] += row.num_tokens
+            if row.scores:
+                assert row.start < row.sequence.num_prompt - 1
+                assert not row.samples
+        slots = [row.slot for row in batch.rows if not row.scores]
+        assert len(set(slots)) == len(slots)
+        is_decode = [row.num_tokens == 1 and (row.samples or row.scores) for row in batch.rows]
         assert is_decode == sorted(is_decode, reverse=True)
         assert batch.num_decode_rows == sum(is_decode)
         assert batch.sampling_rows == [row for row in batch.rows if row.samples]
@@ -223,6 +236,10 @@ class Engine:
             return
         batch, packed = self.pending.popleft()
         tokens = self.device.run(packed)
+        for index, sequence in self.scheduler.commit_scores(batch):
+            row = batch.scoring_rows[index]
+            assert row.sequence is sequence
+            self.scored[sequence.request.request_id].append(row.start)
         for committed in self.scheduler.commit(batch, tokens):
             request_id = committed.sequence.request.request_id
             assert request_id not in self.finished, "a token after the end"
@@ -259,6 +276,9 @@ class Engine:
                 assert output == expected[: len(output)]
             else:
                 assert (output, self.finished[request_id]) == (expected, reason)
+                asked = request.sampling.prompt_logprobs is not None
+                num_scored = len(request.token_ids) - 1 if asked else 0
+                assert self.scored[request_id] == list(range(num_scored))
         stats = self.scheduler.stats()
         assert (stats.pages_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
         assert stats.generated_tokens == sum(map(len, self.outputs.values()))
@@ -279,6 +299,7 @@ def random_requests(rng: random.Random, config: SchedulerConfig):
         salt, adapter = rng.choice(("", "", "", "salt")), rng.choice(("", "", "", "adapter"))
         stop_token_ids = rng.choice(((), (), (STOP,)))
         min_tokens = rng.randint(0, max_tokens)
+        prompt_logprobs = rng.choice((None, None, None, 0))
         for choice in range(rng.choice((1, 1, 1, 3))):
             yield Request(
                 request_id=f"request-{next(number)}",
@@ -288,6 +309,7 @@ def random_requests(rng: random.Random, config: SchedulerConfig):
                     min_tokens=min_tokens,
                     seed=choice % 2,
                     stop_token_ids=stop_token_ids,
+                    prompt_logprobs=prompt_logprobs,
                 ),
                 priority=rng.randrange(3),
                 cache_salt=salt,
