@@ -24,6 +24,7 @@ from jaxserve.types import (
     CheckpointError,
     ConfigError,
     EngineDead,
+    Grammar,
     InvalidRequest,
     QueueFull,
     RequestOutput,
@@ -68,6 +69,8 @@ class Flag:
             declaration = f"--{flag}/--no-{flag}"
         elif typing.get_origin(kinds[0]) is typing.Literal:
             settings["type"] = click.Choice(typing.get_args(kinds[0]))
+        elif kinds == [Grammar]:
+            settings["type"] = parse_grammar
         elif tuples := [k for k in kinds if typing.get_origin(k) is tuple]:
             settings["type"] = typing.get_args(tuples[0])[0]
             settings["multiple"] = True
@@ -75,6 +78,14 @@ class Flag:
         else:
             (settings["type"],) = kinds
         return click.option(declaration, self.name, **settings)
+
+
+def parse_grammar(text: str) -> Grammar:
+    """A KIND=TEXT flag."""
+    try:
+        return Grammar.parse(text)
+    except InvalidRequest as error:
+        raise click.BadParameter(error.message) from None
 
 
 def config_flags(kind: type[Any], skip: tuple[str, ...] = ()) -> list[Flag]:

@@ -61,6 +61,9 @@ def resolve_sampling(
             "stop", f"needs text, and {model.name} has no tokenizer; use stop_token_ids"
         )
 
+    if params.grammar is not None and model.tokenizer is None:
+        raise InvalidRequest(params.grammar.field, f"needs text, and {model.name} has no tokenizer")
+
     def first(field: str, otherwise: float) -> float:
         for source in (params, model.defaults):
             if (value := getattr(source, field)) is not None:
@@ -85,6 +88,7 @@ def resolve_sampling(
         seed=params.seed or 0,
         stop_token_ids=tuple(sorted(stop_token_ids)),
         logprobs=params.logprobs,
+        grammar=params.grammar,
     )
 
 

@@ -24,7 +24,7 @@ class SampleKind(enum.IntEnum):
     FILTERED = 2
     """Also top-k, top-p, min-p."""
     FULL = 3
-    """Also token masks and log-probabilities."""
+    """Also log-probabilities."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)

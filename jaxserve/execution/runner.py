@@ -77,6 +77,8 @@ class Runner:
         self._kv_sharding = model.placement.sharding((None, None, "kv_heads", None))
         self._steps: dict[StepShape, Any] = {}
         self._samples: dict[SampleShape, Any] = {}
+        self._masks: dict[int, Any] = {}
+        """By rows: what applies token masks for the kinds of sampling that know none."""
         self._packer = step.Packer(buckets.max_num_seqs, buckets.pages)
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: tuple[jax.Array, ...] = ()
@@ -87,7 +89,7 @@ class Runner:
 
     @property
     def num_compiled(self) -> int:
-        return len(self._steps) + len(self._samples)
+        return len(self._steps) + len(self._samples) + len(self._masks)
 
     @property
     def page_bytes(self) -> int:
@@ -136,13 +138,14 @@ class Runner:
         steps.sort(key=lambda shape: (shape.kind, shape.tokens), reverse=True)
         work: list[tuple[Callable[[Any], None], Any]] = [(self._compile_step, s) for s in steps]
         work += [(self._compile_sample, s) for s in self.buckets.samples()]
+        work += [(self._compile_mask, r) for r in sorted({s.rows for s in self.buckets.samples()})]
         with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
             futures = {threads.submit(function, shape): shape for function, shape in work}
             done = concurrent.futures.as_completed(futures)
             before = self.num_compiled
             for count, future in enumerate(done, start=before + 1):
                 future.result()
-                progress(str(futures[future]), count, before + len(futures))
+                progress(_shown(futures[future]), count, before + len(futures))
         self.compile_s += time.monotonic() - started
 
     def start(self, leaves: Sequence[jax.Array]) -> None:
@@ -187,12 +190,23 @@ class Runner:
         logits, self._kv = self._steps[shape](self._leaves, self._kv, self._last_token, packed)
         return logits
 
-    def sample(self, batch: Batch, logits: jax.Array) -> Pending:
+    def sample(
+        self, batch: Batch, logits: jax.Array, grammar_masks: np.ndarray | None = None
+    ) -> Pending:
         """Sends the sampling of the batch's rows to the device; the tokens stay there for the next
-        step too."""
+        step too.
+
+        `grammar_masks`: u32[rows, ceil(V/32)], as step.Packer.pack_sampling has them. The logits
+        are donated.
+        """
         num_rows, vocab_size = logits.shape
-        kind, packed, masks = self._packer.pack_sampling(batch, num_rows, vocab_size)
-        arguments = (packed,) if masks is None else (packed, masks)
+        kind, packed, masks = self._packer.pack_sampling(batch, num_rows, vocab_size, grammar_masks)
+        arguments = (packed,)
+        if masks is not None:
+            if kind == SampleKind.FULL:  # log-probabilities are those before the mask
+                arguments = (packed, masks)
+            else:
+                logits = self._masks[num_rows](logits, masks)
         compiled = self._samples[SampleShape(kind, num_rows)]
         sampled, self._last_token = compiled(logits, self._last_token, *arguments)
         for array in sampled:
@@ -271,6 +285,18 @@ class Runner:
         )
         self._samples[shape] = jitted.lower(*arguments).compile()
 
+    def _compile_mask(self, rows: int) -> None:
+        vocab_size = self.model.config.vocab_size
+        jitted = jax.jit(
+            _named(functools.partial(sampling.apply_mask), f"mask_{rows}"),
+            donate_argnums=0,
+            out_shardings=self._replicated,
+        )
+        self._masks[rows] = jitted.lower(
+            self._array((rows, vocab_size), jnp.float32),
+            self._array((rows, -(-vocab_size // 32)), jnp.uint32),
+        ).compile()
+
     def _forward(self, leaves, kv, last_token, packed, *, shape: StepShape):
         token_ids, positions, meta, logit_rows = step.unpack(
             packed, last_token, shape, self.page_size
@@ -312,6 +338,10 @@ class CompileCounter:
 def _sample(logits, last_token, packed, mask=None, *, kind: SampleKind):
     sampled = sampling.sample(logits, packed, mask, kind)
     return sampled, last_token.at[packed[0]].set(sampled.tokens, mode="drop")
+
+
+def _shown(shape: StepShape | SampleShape | int) -> str:
+    return f"mask x {shape}" if isinstance(shape, int) else str(shape)
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:

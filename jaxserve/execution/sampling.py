@@ -40,8 +40,8 @@ def sample(
     mask: UInt32[Array, "R W"] | None,
     kind: SampleKind,
 ) -> Sampled:
-    """One token a row. `packed` is step.pack_sampling's, `mask` step.pack_mask's (for kind FULL
-    only)."""
+    """One token a row. `packed` and `mask` are step.pack_sampling's; the mask comes with kind FULL
+    only, for the others it has been applied to the logits."""
     R = logits.shape[0]
     raw = logits.astype(jnp.float32)
     none = jnp.zeros((R, 0), jnp.float32)

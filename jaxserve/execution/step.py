@@ -10,6 +10,8 @@ device knows yet. Positions and cache slots follow from the rest on the device. 
 kv_len 0 and no tokens; padding tokens write to page 0, which is never handed out.
 """
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,14 +105,14 @@ class Packer:
         return packed
 
     def pack_sampling(
-        self, batch: Batch, num_rows: int, vocab_size: int
+        self, batch: Batch, num_rows: int, vocab_size: int, masks: np.ndarray | None = None
     ) -> tuple[SampleKind, np.ndarray, np.ndarray | None]:
-        """What the sampler needs: the cheapest kind that serves every row, its buffer, and for FULL
-        the token masks.
+        """What the sampler needs: the cheapest kind that serves every row, its buffer, and the
+        token masks, if any row has one.
 
         The buffer is i32[len(SAMPLE_FIELDS), num_rows]. A row that doesn't sample, or is padding,
         has a slot out of range. Masks are u32[num_rows, ceil(V/32)]: bit v%32 of word v//32 says
-        whether token v may be sampled.
+        whether token v may be sampled. `masks`: the grammars', to which others are added.
         """
         rows = batch.rows
         for row in rows:
@@ -123,18 +125,15 @@ class Packer:
         kind = SampleKind(int(self._kinds[slots[samples]].max(initial=0)))
         positions = np.array([row.start + row.num_tokens for row in rows])
         is_early = samples & (positions < self._may_stop_at[slots])
-        if is_early.any():
-            kind = SampleKind.FULL
         if kind > SampleKind.GREEDY:
             packed[:, : len(rows)] = self._options[:, slots]
             packed[3, : len(rows)] = positions
         packed[0, : len(rows)] = np.where(samples, slots, len(self._requests))
-        if kind < SampleKind.FULL:
-            return kind, packed, None
-        masks = np.full((num_rows, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
-        for r in np.flatnonzero(is_early):
-            for token in rows[r].sequence.request.sampling.stop_token_ids:
-                masks[r, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+        if masks is None and (kind == SampleKind.FULL or is_early.any()):
+            masks = np.full((num_rows, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        if masks is not None:
+            for r in np.flatnonzero(is_early):
+                clear_tokens(masks[r], rows[r].sequence.request.sampling.stop_token_ids)
         return kind, packed, masks
 
     def _keep_options(self, row: Row) -> None:
@@ -158,6 +157,16 @@ class Packer:
             self._kinds[slot] = SampleKind.FILTERED
         else:
             self._kinds[slot] = SampleKind.RANDOM
+
+
+def clear_tokens(mask: np.ndarray, token_ids: Iterable[int]) -> None:
+    """Takes tokens out of a mask, u32[ceil(V/32)], unless that would leave none: then a grammar
+    allows nothing else, and it wins."""
+    allowed = mask.copy()
+    for token in token_ids:
+        allowed[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+    if allowed.any():
+        mask[:] = allowed
 
 
 def _signed(value: int) -> int:

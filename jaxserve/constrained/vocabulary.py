@@ -1,0 +1,89 @@
+"""The model's tokens as grammars see them. Imports no jax."""
+
+import re
+from collections.abc import Sequence
+
+import llguidance
+import numpy as np
+
+MANY = 4096
+"""How many tokens, most wanted first, `closers` looks at before it looks at all."""
+QUOTES, EMPTY = 32, 64
+"""Ranks from which on tokens close a string, or are a whole empty structure."""
+
+_CLOSERS = re.compile(rb"""[\]})>]["\]})>]*""")
+_QUOTES = re.compile(rb"""["'][\]})>]*""")
+_EMPTY = re.compile(rb"""(\[\]|\{\}|\(\)|[\]},)])+""")
+_VALUES = re.compile(rb"[0-9]|null|true|false")
+_PUNCTUATION = re.compile(rb"""[\[\]{}():,"<>/;=.]+""")
+_WORD = re.compile(rb"[A-Za-z0-9]+")
+
+
+class Vocabulary:
+    """Tokens as bytes, which of them end a text, and in which order to try them to end one soon."""
+
+    def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int], vocab_size: int):
+        """`tokenizer_json`: as Hugging Face's tokenizers write it. `vocab_size`: the model's; ids
+        that are no token are never allowed."""
+        ids = sorted(i for i in eos_token_ids if i < vocab_size)
+        try:
+            self.tokenizer = llguidance.LLTokenizer(tokenizer_json, vocab_size, ids or None)
+        except ValueError:
+            # Tokens that the model doesn't know: it will not be asked for them.
+            self.tokenizer = llguidance.LLTokenizer(tokenizer_json, None, ids or None)
+        self.vocab_size = vocab_size
+        self.num_words = -(-self.tokenizer.vocab_size // 32)
+        """Of a mask as the library fills it, u32 each."""
+        self.eos_token_ids = frozenset(self.tokenizer.eos_tokens)
+        rank = np.array([self._rank(i) for i in range(vocab_size)], np.int32)
+        # Within a string a bracket is text like any other, and only its quote ends it.
+        within_text = np.where((rank >= QUOTES) & (rank < EMPTY), rank - QUOTES, rank + EMPTY)
+        self._ranks = (rank, within_text)
+        self._wanted = tuple(np.argsort(r, kind="stable")[:MANY] for r in self._ranks)
+
+    def is_special(self, text: str) -> bool:
+        """Whether the text is one special token."""
+        ids = self.tokenizer.tokenize_str(text, parse_special=True)
+        return len(ids) == 1 and self.tokenizer.is_special_token(ids[0])
+
+    def bits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """A mask of these tokens alone."""
+        mask = np.zeros(self.num_words, np.uint32)
+        for token in token_ids:
+            mask[token // 32] |= np.uint32(1 << token % 32)
+        return mask
+
+    def closers(self, mask: np.ndarray, most: int) -> list[int]:
+        """Allowed tokens that bring a text to its end soonest, as far as their spelling tells: ends
+        of structures, empty ones, short values; the most promising first."""
+        is_text = int(np.bitwise_count(mask).sum()) > max(64, self.vocab_size // 16)
+        wanted, rank = self._wanted[is_text], self._ranks[is_text]
+        allowed = wanted[_is_set(mask, wanted)][:most]
+        if len(allowed) < most:
+            every = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            every = every[every < self.vocab_size]
+            allowed = every[np.argsort(rank[every], kind="stable")][:most]
+        return allowed.tolist()
+
+    def _rank(self, token: int) -> int:
+        spelling = self.tokenizer.decode_bytes([token])
+        size = min(len(spelling), 32)
+        if self.tokenizer.is_special_token(token) or not spelling:
+            return 1000
+        if _CLOSERS.fullmatch(spelling):
+            return QUOTES - size
+        if _QUOTES.fullmatch(spelling):
+            return QUOTES + 32 - size
+        if _EMPTY.fullmatch(spelling):
+            return EMPTY + 32 - size
+        if _VALUES.fullmatch(spelling):
+            return 200 + size
+        if _PUNCTUATION.fullmatch(spelling):
+            return 300 + size
+        if _WORD.fullmatch(spelling):
+            return 432 - size
+        return 600 if spelling.isspace() else 532 - size
+
+
+def _is_set(mask: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    return (mask[token_ids >> 5] >> (token_ids & 31).astype(np.uint32)) & 1 == 1
