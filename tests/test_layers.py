@@ -33,8 +33,8 @@ ALLOWED = {
     },
     "jaxserve.engine": {
         "jaxserve.engine", "jaxserve.constrained", "jaxserve.execution", "jaxserve.models",
-        "jaxserve.memory", "jaxserve.scheduler", "jaxserve.messages", "jaxserve.config", "jaxserve.types",
-        "pallas_kernels", "sharding", "checkpoints",
+        "jaxserve.memory", "jaxserve.scheduler", "jaxserve.messages", "jaxserve.config",
+        "jaxserve.types", "pallas_kernels", "sharding", "checkpoints",
     },
     "jaxserve.entry": {
         "jaxserve", "jaxserve.entry", "jaxserve.engine.process", "jaxserve.messages",

@@ -16,7 +16,7 @@ from jaxserve.types import Grammar, InvalidRequest, TokenSampling
 
 NUM_THREADS = 2
 MAX_CACHED = 128
-END_TOKENS, END_NODES = 1024, 6000
+END_TOKENS, END_NODES = 1024, 4000
 """Bounds of the search for a grammar's shortest text."""
 LEAST_ZONE = 64
 

@@ -6,6 +6,7 @@ kept; one after which no such way is found is replaced by the way that was there
 no jax.
 """
 
+import collections
 from collections.abc import Sequence
 
 import llguidance
@@ -21,6 +22,9 @@ SEARCH_NODES = 600
 """Tokens that a search for an end tries at the most, while a sequence runs."""
 FIRST_BOUND, NODES_PER_TOKEN = 16, 4
 """How long a way `find_end` looks for first, and how many tokens it tries per token of it."""
+SCAN_AT = (1, 8, 64)
+"""After how many tokens that changed nothing of what may follow `find_end` looks for one that
+does."""
 
 
 class LlguidanceMatcher:
@@ -165,6 +169,7 @@ def _search(
         path, trial = list(start), ll.deep_copy()
         if trial.try_consume_tokens(path) < len(path):
             continue
+        before, repeats, seen = b"", 0, collections.Counter[bytes]()
         while True:
             nodes += 1
             if trial.is_accepting():
@@ -176,6 +181,17 @@ def _search(
                 trial.consume_tokens(forced)
                 continue
             trial.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            now = mask.tobytes()
+            repeats = repeats + 1 if now == before else 0
+            before = now
+            seen[now] += 1
+            if repeats in SCAN_AT:
+                token, tried = _scan(trial, vocabulary, mask, seen)
+                nodes += tried
+                if token is not None:
+                    path.append(token)
+                    trial.consume_token(token)
+                    continue
             choices = vocabulary.closers(mask, 4)
             if not choices:
                 break
@@ -185,6 +201,31 @@ def _search(
         if nodes >= max_nodes:
             return None
     return None
+
+
+def _scan(
+    trial: llguidance.LLMatcher,
+    vocabulary: Vocabulary,
+    mask: np.ndarray,
+    seen: collections.Counter[bytes],
+) -> tuple[int | None, int]:
+    """A character that changes what may follow, as in a text that must hold a certain one; and how
+    many were tried. The one whose successors have been `seen` least on the way."""
+    best, least = None, 0
+    before, after = mask.tobytes(), np.zeros_like(mask)
+    characters = vocabulary.characters(mask)
+    for count, token in enumerate(characters, start=1):
+        child = trial.deep_copy()
+        child.consume_token(token)
+        child.unsafe_compute_mask_ptr(after.ctypes.data, after.nbytes)
+        successors = after.tobytes()
+        if successors == before:
+            continue
+        if not seen[successors]:
+            return token, count
+        if best is None or seen[successors] < least:
+            best, least = token, seen[successors]
+    return best, len(characters)
 
 
 def short_message(error: str) -> str:

@@ -49,7 +49,8 @@ def _schema(schema: Any) -> str:
         schema = {}
     if schema is False or not can_end(schema, schema):
         raise GrammarError("no JSON text can match the schema")
-    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
+    text = json.dumps(without_open_bounds(schema))
+    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)
 
 
 def _json_schema(text: str, is_special: Callable[[str], bool]) -> str:
@@ -94,7 +95,7 @@ def _structural_tag(text: str, is_special: Callable[[str], bool]) -> str:
             schema = {} if schema is True else schema
             if schema is False or not can_end(schema, schema):
                 raise GrammarError(f"no JSON text can match the schema of {one['begin']!r}")
-            schema = {**schema, "x-guidance": _OPTIONS}
+            schema = {**without_open_bounds(schema), "x-guidance": _OPTIONS}
             begin = one["begin"].removeprefix(trigger)
             parts = [_quote(begin), f"%json {json.dumps(schema)}", _quote(one.get("end", ""))]
             ways.append(" ".join(part for part in parts if part))
@@ -167,6 +168,49 @@ def can_end(schema: Any, root: Any, within: tuple[str, ...] = ()) -> bool:
         if endless and kinds in (kind, [kind]):
             return False
     return True
+
+
+def without_open_bounds(schema: Any) -> Any:
+    """The schema with bounds moved that the library (1.9) takes wrongly: of 3 < x <= 3.5 it allows
+    3, as of any range within a unit that a whole number bounds without being in it."""
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            made[key] = {name: without_open_bounds(part) for name, part in value.items()}
+        elif key in _SCHEMA_LISTS and isinstance(value, list):
+            made[key] = [without_open_bounds(part) for part in value]
+        else:
+            made[key] = without_open_bounds(value) if key in _SCHEMAS else value
+    if "integer" in (made.get("type"), *(made["type"] if _is_list(made.get("type")) else ())):
+        return made
+    for key, closed, others in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum")),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum")),
+    ):
+        bound = made.get(key)
+        ends = [made[other] for other in others if _is_number(made.get(other))]
+        if not _is_number(bound) or bound != int(bound) or closed in made:
+            continue
+        nearest = min(ends, key=lambda end: abs(end - bound), default=None)
+        if nearest is not None and 0 < abs(nearest - bound) < 1:
+            del made[key]
+            made[closed] = bound + (nearest - bound) / 1024
+    return made
+
+
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+_SCHEMAS = ("items", "additionalProperties", "additionalItems")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _resolve(reference: str, root: Any) -> Any:

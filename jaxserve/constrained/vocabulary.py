@@ -39,6 +39,8 @@ class Vocabulary:
         # Within a string a bracket is text like any other, and only its quote ends it.
         within_text = np.where((rank >= QUOTES) & (rank < EMPTY), rank - QUOTES, rank + EMPTY)
         self._ranks = (rank, within_text)
+        characters = [i for i in range(vocab_size) if self._is_character(i)]
+        self._characters = np.array(sorted(characters, key=lambda i: rank[i]), np.int64)
         self._wanted = tuple(np.argsort(r, kind="stable")[:MANY] for r in self._ranks)
 
     def is_special(self, text: str) -> bool:
@@ -64,6 +66,15 @@ class Vocabulary:
             every = every[every < self.vocab_size]
             allowed = every[np.argsort(rank[every], kind="stable")][:most]
         return allowed.tolist()
+
+    def characters(self, mask: np.ndarray) -> list[int]:
+        """Allowed tokens of one ASCII character; without the backslash, which only begins another
+        way to write the same."""
+        return self._characters[_is_set(mask, self._characters)].tolist()
+
+    def _is_character(self, token: int) -> bool:
+        spelling = self.tokenizer.decode_bytes([token])
+        return len(spelling) == 1 and 0x20 <= spelling[0] < 0x7F and spelling != b"\\"
 
     def _rank(self, token: int) -> int:
         spelling = self.tokenizer.decode_bytes([token])

@@ -23,15 +23,26 @@ from jaxserve.entry.failures import Failure, describe
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.openai_schema import COMPLETION_MAX_TOKENS, ChatMessage, sampling_params
 from jaxserve.entry.proto import jaxserve_pb2 as pb
-from jaxserve.types import ChosenLogprob, Delta, InvalidRequest, SamplingParams
+from jaxserve.types import ChosenLogprob, Delta, Grammar, InvalidRequest, SamplingParams
 
 log = logging.getLogger("jaxserve.grpc")
 
 SERVICE = "jaxserve.v1.Inference"
 ROLES = typing.get_args(ChatMessage.model_fields["role"].annotation)
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+STRUCTURES: dict[str, Callable[[Any, str], Grammar | None]] = {
+    "json_schema": Grammar.json_schema,
+    "json_object": lambda value, field: Grammar.json_object(field) if value else None,
+    "regex": Grammar.regex,
+    "choice": lambda value, field: Grammar.choice(list(value.choices), field),
+    "grammar": Grammar.grammar,
+    "structural_tag": Grammar.structural_tag,
+}
+"""Of the oneof `structure`."""
 OPTIONAL_SAMPLING = tuple(
-    field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence
+    field.name
+    for field in pb.SamplingParams.DESCRIPTOR.fields
+    if field.has_presence and field.name not in STRUCTURES
 )
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -82,8 +93,12 @@ def optional(message: Message, name: str) -> Any:
 def read_sampling(message: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidRequest naming the field."""
     given = {name: optional(message, name) for name in OPTIONAL_SAMPLING}
+    structure = message.WhichOneof("structure")
     return sampling_params(
-        **given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids)
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        grammar=structure and STRUCTURES[structure](getattr(message, structure), structure),
     )
 
 

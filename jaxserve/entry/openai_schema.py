@@ -14,6 +14,7 @@ from pydantic import ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
 
 from jaxserve.entry.failures import HttpFailure, UnsupportedParameter
+from jaxserve.entry.structured import grammar_of
 from jaxserve.types import (
     MAX_LOGPROBS,
     Choice,
@@ -33,6 +34,15 @@ full.
 MAX_PROMPTS = 1024
 """Prompts of one /v1/completions, times its n."""
 MAX_ERRORS = 100
+STRUCTURED = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+"""Fields of which one may ask for structured output."""
 LEAST_LOGPROB = -9999.0
 """What OpenAI writes for a token that can't be; JSON has no infinity."""
 
@@ -206,6 +216,17 @@ class SamplingBody(Body):
     min_tokens: int | None = Field(None, description="No end before this many tokens.")
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-text token.")
     stop_token_ids: TokenIds | None = Field(None, description="Generation ends at any of these.")
+    # Structured output; one of these at the most. `structured` reads them.
+    response_format: dict[str, Any] | None = Field(
+        None, description="type: text, json_object, json_schema or structural_tag."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag."
+    )
+    guided_json: dict[str, Any] | bool | str | None = Field(None, description="A JSON schema.")
+    guided_regex: str | None = Field(None, description="The text matches this as a whole.")
+    guided_choice: list[str] | None = Field(None, description="The text is one of these.")
+    guided_grammar: str | None = Field(None, description="Lark or EBNF.")
     # Known elsewhere, not supported yet.
     presence_penalty: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
     frequency_penalty: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
@@ -225,13 +246,6 @@ class SamplingBody(Body):
     truncate_prompt_tokens: only() = None  # pyright: ignore[reportInvalidTypeForm]
     priority: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
     cache_salt: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    response_format: only({"type": "text"}) = None  # pyright: ignore[reportInvalidTypeForm]
-    guided_json: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    guided_regex: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    guided_choice: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    guided_grammar: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    structured_outputs: only() = None  # pyright: ignore[reportInvalidTypeForm]
-
     default_max_tokens: ClassVar[int | None] = None
     """Where max_tokens is not given; None: until the context is full."""
 
@@ -255,6 +269,7 @@ class SamplingBody(Body):
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             n=self.n,
+            grammar=grammar_of({name: getattr(self, name) for name in STRUCTURED}),
         )
 
 
