@@ -18,8 +18,6 @@ NUM_THREADS = 2
 MAX_CACHED = 128
 END_TOKENS, END_NODES = 1024, 4000
 """Bounds of the search for a grammar's shortest text."""
-LEAST_ZONE = 64
-
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 
@@ -37,10 +35,7 @@ class Compiled:
             raise GrammarError("no text of this model's tokens can match")
         if self.start.is_error():
             raise GrammarError(short_message(self.start.get_error()))
-        shortest = find_end(self.start, vocabulary, END_TOKENS, END_NODES)
-        self.zone = LEAST_ZONE + 2 * len(shortest or ())
-        """How long before the end of its tokens a text begins to look for its own end: what a text
-        has begun mostly takes no longer to end than a whole one."""
+        self.shortest = find_end(self.start, vocabulary, END_TOKENS, END_NODES)
 
 
 class Job:
@@ -70,7 +65,7 @@ class Job:
         return LlguidanceMatcher(
             compiled.vocabulary,
             compiled.start,
-            compiled.zone,
+            compiled.shortest,
             stop_token_ids=sampling.stop_token_ids,
             token_by_token=sampling.logprobs is not None,
         )

@@ -18,7 +18,8 @@ from jaxserve.types import FinishReason
 MIN_JUMP = 2
 """Forced tokens that make a chunk of their own worth it: the step in flight has computed the token
 before them, so that one of them costs a step either way."""
-SEARCH_NODES = 600
+LEAST_ZONE = 64
+SEARCH_NODES = 2000
 """Tokens that a search for an end tries at the most, while a sequence runs."""
 FIRST_BOUND, NODES_PER_TOKEN = 16, 4
 """How long a way `find_end` looks for first, and how many tokens it tries per token of it."""
@@ -28,32 +29,33 @@ does."""
 
 
 class LlguidanceMatcher:
-    """Follows one sequence. Made from a compiled matcher, which it copies."""
+    """Follows one sequence."""
 
     def __init__(
         self,
         vocabulary: Vocabulary,
-        compiled: llguidance.LLMatcher,
-        zone: int,
+        start: llguidance.LLMatcher,
+        shortest: list[int] | None,
         *,
         stop_token_ids: Sequence[int] = (),
         token_by_token: bool = False,
     ):
-        """`zone`: how many tokens before its last a sequence begins to look for its end.
+        """`start`: a compiled matcher, which is copied; `shortest`: a way from there to an end.
 
         `token_by_token`: every token must be sampled, since its log-probability is asked for.
         """
         self._vocabulary = vocabulary
-        self._ll = compiled.deep_copy()
-        self._zone = zone
+        self._ll = start.deep_copy()
+        # what a text has begun mostly takes no longer to end than a whole one
+        self._zone = LEAST_ZONE + 2 * len(shortest or ())
         self._token_by_token = token_by_token
         hidden = vocabulary.eos_token_ids.difference(stop_token_ids)
         self._not_hidden = ~vocabulary.bits(sorted(hidden)) if hidden else None
-        self._way: list[int] | None = None
-        """A way to complete the text from here."""
+        self._way = shortest
+        """A way to complete the text from here, where one is known."""
         self._forced: list[int] = []
         """What is still to be sampled of the way, once there is no other."""
-        self._search_at = zone
+        self._search_at = self._zone
         """The next search is due when at most so many tokens are left."""
         self.error = ""
 
@@ -82,9 +84,13 @@ class LlguidanceMatcher:
                 if self._ll.is_stopped():
                     return tokens, "stop"
         left = room - len(tokens)
-        if left > self._zone or self._finds_way(left):
+        if left > self._zone:
+            self._way = None
             return tokens, None
-        if self._way is None:
+        if self._finds_way(left) or self._way is None:
+            return tokens, None
+        if len(self._way) > room:
+            self._way = None
             return tokens, None
         # `_way` leads on from before these tokens
         self._ll.rollback(len(tokens))

@@ -221,7 +221,8 @@ class SamplingBody(Body):
         None, description="type: text, json_object, json_schema or structural_tag."
     )
     structured_outputs: dict[str, Any] | None = Field(
-        None, description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag."
+        None,
+        description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag.",
     )
     guided_json: dict[str, Any] | bool | str | None = Field(None, description="A JSON schema.")
     guided_regex: str | None = Field(None, description="The text matches this as a whole.")

@@ -1,8 +1,8 @@
 """The ways that other servers ask for structured output, as a Grammar. Imports no jax.
 
-    OpenAI   response_format {"type": "json_object"} or {"type": "json_schema", "json_schema": ...}
-    vLLM     structured_outputs {"json": ...}, and before it guided_json, guided_regex, ...
-    SGLang   regex, json_schema, ebnf, structural_tag among the sampling parameters
+OpenAI   response_format {"type": "json_object"} or {"type": "json_schema", "json_schema": ...}
+vLLM     structured_outputs {"json": ...}, and before it guided_json, guided_regex, ...
+SGLang   regex, json_schema, ebnf, structural_tag among the sampling parameters
 """
 
 from collections.abc import Callable, Mapping
