@@ -54,9 +54,10 @@ def test_a_grammar_takes_what_it_says(vocabulary, grammar, good, bad):
 
 
 def test_structural_tags_bind_what_follows_a_trigger_and_nothing_else(vocabulary):
+    integers = {"type": "array", "items": {"type": "integer"}}
     tag = {
         "structures": [
-            {"begin": "<f=add>", "schema": {"type": "array", "items": {"type": "integer"}}, "end": "</f>"},
+            {"begin": "<f=add>", "schema": integers, "end": "</f>"},
             {"begin": "<f=not>", "schema": {"type": "boolean"}, "end": "</f>"},
             {"begin": "<|start|>x:", "schema": {"type": "null"}, "end": ""},
         ],
