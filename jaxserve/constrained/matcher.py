@@ -133,7 +133,7 @@ class LlguidanceMatcher:
             return False
         way = find_end(self._ll, self._vocabulary, left, SEARCH_NODES)
         if way is None:
-            self._search_at = left * 3 // 4
+            self._search_at = left // 2
             return False
         self._way = way
         return True

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
@@ -209,7 +209,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

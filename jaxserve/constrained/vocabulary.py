@@ -8,12 +8,12 @@ import numpy as np
 
 MANY = 4096
 """How many tokens, most wanted first, `closers` looks at before it looks at all."""
-QUOTES, EMPTY = 32, 64
-"""Ranks from which on tokens close a string, or are a whole empty structure."""
+EMPTY, QUOTES, VALUES = 32, 64, 96
+"""Ranks from which on tokens are an empty structure or a comma, a string's quote, a value."""
 
 _CLOSERS = re.compile(rb"""[\]})>]["\]})>]*""")
-_QUOTES = re.compile(rb"""["'][\]})>]*""")
-_EMPTY = re.compile(rb"""(\[\]|\{\}|\(\)|[\]},)])+""")
+_QUOTES = re.compile(rb"""["][\]})>]*""")
+_EMPTY = re.compile(rb"""(\[\]|\{\}|\(\)|"")[\]},)]*|[\]},)]+"?""")
 _VALUES = re.compile(rb"[0-9]|null|true|false")
 _PUNCTUATION = re.compile(rb"""[\[\]{}():,"<>/;=.]+""")
 _WORD = re.compile(rb"[A-Za-z0-9]+")
@@ -36,8 +36,9 @@ class Vocabulary:
         """Of a mask as the library fills it, u32 each."""
         self.eos_token_ids = frozenset(self.tokenizer.eos_tokens)
         rank = np.array([self._rank(i) for i in range(vocab_size)], np.int32)
-        # Within a string a bracket is text like any other, and only its quote ends it.
-        within_text = np.where((rank >= QUOTES) & (rank < EMPTY), rank - QUOTES, rank + EMPTY)
+        # Within a string a bracket is text like any other, and only a quote ends it.
+        is_quote = (rank >= QUOTES) & (rank < VALUES)
+        within_text = np.where(is_quote, VALUES - rank, VALUES + rank)
         self._ranks = (rank, within_text)
         characters = [i for i in range(vocab_size) if self._is_character(i)]
         self._characters = np.array(sorted(characters, key=lambda i: rank[i]), np.int64)
@@ -62,7 +63,10 @@ class Vocabulary:
         wanted, rank = self._wanted[is_text], self._ranks[is_text]
         allowed = wanted[_is_set(mask, wanted)][:most]
         if len(allowed) < most:
-            every = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            words = np.flatnonzero(mask)
+            bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(-1, 32)
+            row, bit = np.nonzero(bits)
+            every = words[row] * 32 + bit
             every = every[every < self.vocab_size]
             allowed = every[np.argsort(rank[every], kind="stable")][:most]
         return allowed.tolist()
@@ -82,13 +86,13 @@ class Vocabulary:
         if self.tokenizer.is_special_token(token) or not spelling:
             return 1000
         if _CLOSERS.fullmatch(spelling):
+            return EMPTY - size
+        if _EMPTY.fullmatch(spelling):
             return QUOTES - size
         if _QUOTES.fullmatch(spelling):
-            return QUOTES + 32 - size
-        if _EMPTY.fullmatch(spelling):
-            return EMPTY + 32 - size
+            return QUOTES + size - 1
         if _VALUES.fullmatch(spelling):
-            return 200 + size
+            return VALUES + size
         if _PUNCTUATION.fullmatch(spelling):
             return 300 + size
         if _WORD.fullmatch(spelling):

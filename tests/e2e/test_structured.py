@@ -47,7 +47,7 @@ def test_a_text_that_its_grammar_ends_is_whole_without_an_end_token(llm):
 
 def test_a_grammar_that_cannot_be_followed_raises_before_anything_runs(llm):
     for call in (llm.generate, llm.stream):
-        with pytest.raises(InvalidRequest, match="grammar: .*unclosed"):
+        with pytest.raises(InvalidRequest, match=r"grammar: .*unclosed"):
             call("x", SamplingParams(grammar=Grammar.regex("a[")))
     [output] = llm.generate("x", SamplingParams(grammar=Grammar.regex("ab")))
     assert output.text == "ab"
