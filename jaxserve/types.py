@@ -108,7 +108,8 @@ class Grammar(msgspec.Struct, frozen=True):
         """One written as KIND=TEXT, such as regex=[0-9]+ or choice=["yes", "no"]."""
         kind, _, rest = text.partition("=")
         if kind not in get_args(GrammarKind):
-            raise InvalidRequest(field, f"kind is {kind!r}; allowed: {get_args(GrammarKind)}")
+            allowed = ", ".join(get_args(GrammarKind))
+            raise InvalidRequest(field, f"kind is {kind!r}; allowed: {allowed}")
         if kind == "json_object":
             return cls.json_object(field)
         return getattr(cls, kind)(_parse_json(rest, field) if kind == "choice" else rest, field)

@@ -129,7 +129,7 @@ class Engine:
                         token_ids=committed.tokens,
                         finish_reason=committed.finish_reason,
                         num_cached_tokens=sequence.num_cached,
-                        logprobs=None if logprobs is None else [logprobs],
+                        logprobs=[logprobs] if logprobs and committed.tokens else None,
                     )
                 )
         outputs += self._told
