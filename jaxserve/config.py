@@ -128,6 +128,9 @@ class EngineConfig:
     )
     prefix_cache: bool = setting(True, "share computed prefixes between requests")
     overlap: bool = setting(True, "send the next step before the last one's tokens are read")
+    grammar_timeout_s: float = setting(
+        10.0, "how long compiling a request's grammar may take before the request is refused"
+    )
     compile_cache: str | None = setting(
         None, "folder that keeps compiled steps; default: in the cache folder; 'off': none"
     )
@@ -144,6 +147,7 @@ class EngineConfig:
         check_range(self, "weights_seed", 0, 2**31 - 1)
         check_range(self, "num_pages", 2)
         check_range(self, "memory_fraction", 0.01, 1.0)
+        check_range(self, "grammar_timeout_s", 0.0)
         if self.page_size not in (8, 16, 32, 64, 128):
             raise ConfigError(f"page_size is {self.page_size}; allowed: 8, 16, 32, 64, 128")
         if (

@@ -22,6 +22,14 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     request: Request
 
 
+class Vocabulary(msgspec.Struct, frozen=True, tag=True):
+    """The model's tokenizer, which grammars are compiled for; sent once, before any request."""
+
+    tokenizer_json: str
+    """In the format of Hugging Face's tokenizers."""
+    eos_token_ids: list[int]
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Ends these requests, wherever they are, and gives their pages back. Unknown ids are ignored:
     they have ended."""
@@ -71,7 +79,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     """The engine has ended as it was asked to; nothing comes after this."""
 
 
-ToEngine = Submit | Abort | Shutdown | FlushCache
+ToEngine = Vocabulary | Submit | Abort | Shutdown | FlushCache
 FromEngine = Progress | Ready | Outputs | Fatal | Stopped
 
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

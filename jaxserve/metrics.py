@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
@@ -73,6 +78,21 @@ COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ),
     ("steps", "Steps of the engine.", lambda s: s.num_steps),
     (
+        "grammar_forced_tokens",
+        "Generated tokens that a grammar left no choice and that were not sampled.",
+        lambda s: s.num_forced_tokens,
+    ),
+    (
+        "num_grammar_cache_hit",
+        "Requests whose grammar was compiled already, or was being compiled.",
+        lambda s: s.num_grammar_hits,
+    ),
+    (
+        "num_grammar_aborted",
+        "Requests refused because of their grammar.",
+        lambda s: s.num_grammar_failures,
+    ),
+    (
         "runtime_compiles",
         "Compilations after start-up; each is a fault.",
         lambda s: s.num_runtime_compiles,
@@ -108,6 +128,13 @@ class EngineCollector(Collector):
             for bucket in stats.buckets:
                 counter.add_metric([*self._labels, bucket.kind, str(bucket.size)], value(bucket))
             yield counter
+        compilation = SummaryMetricFamily(
+            "jaxserve_grammar_compilation_time_seconds",
+            "Compiling a grammar, failed ones included.",
+            labels=["model_name"],
+        )
+        compilation.add_metric(self._labels, stats.num_grammars, stats.grammar_compile_s)
+        yield compilation
 
 
 class Metrics:

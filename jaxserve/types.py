@@ -5,9 +5,11 @@ Everything here is frozen. What a user may leave open is `None` in `SamplingPara
 is the same after `resolve`, with every value decided, and is all that the engine ever sees.
 """
 
+import json
 import math
 import typing
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 
@@ -25,6 +27,7 @@ MAX_BAD_WORD_TOKENS = 8192
 """Of all bad words of a request together; characters, where they are strings."""
 MAX_CHOICES = 128
 MAX_SEED = 2**63 - 1
+MAX_GRAMMAR_CHARACTERS = 1 << 18
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -78,6 +81,142 @@ class UnsupportedModel(ValueError):
 class ConfigError(ValueError):
     """An engine or server setting that can't hold; names the field, its value and what is
     allowed."""
+
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What a generated text must look like. Made by one of the class methods.
+
+    Raises: InvalidRequest, naming `field`, for what is no grammar on the face of it. What the
+    engine can't compile is refused when a request brings it, before anything is generated.
+    """
+
+    kind: GrammarKind
+    text: str
+    """A schema, a list of choices and structural tags are JSON."""
+    field: str = "grammar"
+    """What the user called it, for errors."""
+
+    def __post_init__(self):
+        if not isinstance(self.text, str):
+            raise InvalidRequest(self.field, f"is a {type(self.text).__name__}; allowed: text")
+        if len(self.text) > MAX_GRAMMAR_CHARACTERS:
+            raise InvalidRequest(
+                self.field,
+                f"has {len(self.text)} characters; allowed: at most {MAX_GRAMMAR_CHARACTERS}",
+            )
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(self.field, f"is not valid Unicode text: {error}") from None
+
+    @classmethod
+    def parse(cls, text: str, field: str = "grammar") -> Self:
+        """One written as KIND=TEXT, such as regex=[0-9]+ or choice=["yes", "no"]."""
+        kind, _, rest = text.partition("=")
+        if kind not in get_args(GrammarKind):
+            allowed = ", ".join(get_args(GrammarKind))
+            raise InvalidRequest(field, f"kind is {kind!r}; allowed: {allowed}")
+        if kind == "json_object":
+            return cls.json_object(field)
+        return getattr(cls, kind)(_parse_json(rest, field) if kind == "choice" else rest, field)
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str, field: str = "grammar") -> Self:
+        """JSON that the schema (also as text) describes."""
+        value = _parse_json(schema, field)
+        if not isinstance(value, dict | bool):
+            raise InvalidRequest(field, "is no JSON schema; allowed: an object or a boolean")
+        return cls("json_schema", _to_json(value, field), field)
+
+    @classmethod
+    def json_object(cls, field: str = "grammar") -> Self:
+        """Any JSON object."""
+        return cls("json_object", "", field)
+
+    @classmethod
+    def regex(cls, pattern: str, field: str = "grammar") -> Self:
+        """Text that matches as a whole, in the syntax of Rust's regex crate."""
+        return cls("regex", pattern, field)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str], field: str = "grammar") -> Self:
+        """One of these texts."""
+        if isinstance(choices, str) or not choices or not all(isinstance(c, str) for c in choices):
+            raise InvalidRequest(field, "allowed: a list of one string or more")
+        return cls("choice", _to_json(list(choices), field), field)
+
+    @classmethod
+    def grammar(cls, text: str, field: str = "grammar") -> Self:
+        """Context-free: Lark's syntax with a rule `start`, or EBNF (GBNF) with a rule `root`."""
+        return cls("grammar", text, field)
+
+    @classmethod
+    def structural_tag(cls, tag: Mapping[str, Any] | str, field: str = "grammar") -> Self:
+        """Free text in which each trigger begins a structure.
+
+        `tag`: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, also as text.
+        """
+        value = _parse_json(tag, field)
+        if not isinstance(value, dict):
+            raise InvalidRequest(field, "allowed: an object with structures and triggers")
+        _check_structural_tag(value, field)
+        return cls("structural_tag", _to_json(value, field), field)
+
+
+def _parse_json(value: Any, field: str) -> Any:
+    """The value of a JSON text; what isn't text is returned as it is. Raises: InvalidRequest."""
+    if not isinstance(value, str):
+        return dict(value) if isinstance(value, Mapping) else value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(field, f"is not JSON: {error}") from None
+
+
+def _to_json(value: Any, field: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(field, f"can't be written as JSON: {error}") from None
+
+
+def _check_structural_tag(tag: dict[str, Any], field: str) -> None:
+    def need(holds: bool, what: str) -> None:
+        if not holds:
+            raise InvalidRequest(field, what)
+
+    unknown = tag.keys() - {"type", "structures", "triggers"}
+    need(not unknown, f"has {', '.join(sorted(unknown))}; allowed: structures and triggers")
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    need(isinstance(structures, list) and bool(structures), "structures: one or more are needed")
+    assert isinstance(structures, list)
+    need(
+        isinstance(triggers, list)
+        and bool(triggers)
+        and all(isinstance(t, str) and t for t in triggers),
+        "triggers: a list of one non-empty string or more is needed",
+    )
+    assert isinstance(triggers, list)
+    for i, one in enumerate(structures):
+        where = f"structures[{i}]"
+        need(isinstance(one, dict), f"{where}: is no object")
+        unknown = one.keys() - {"begin", "schema", "end"}
+        need(not unknown, f"{where}: has {', '.join(sorted(unknown))}; allowed: begin, schema, end")
+        need(
+            isinstance(one.get("begin"), str) and isinstance(one.get("end", ""), str),
+            f"{where}: begin and end must be strings",
+        )
+        need(isinstance(one.get("schema", {}), dict | bool), f"{where}: schema is no JSON schema")
+        fits = [t for t in triggers if one["begin"].startswith(t)]
+        need(len(fits) == 1, f"{where}: begin must start with exactly one of the triggers")
+    for trigger in triggers:
+        need(
+            any(one["begin"].startswith(trigger) for one in structures),
+            f"trigger {trigger!r} begins none of the structures",
+        )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,6 +278,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     from."""
     n: int = 1
     """Choices for the prompt."""
+    grammar: Grammar | None = None
+    """What the text must look like; on the command line KIND=TEXT, as regex=[0-9]+."""
 
     def __post_init__(self):
         def need(field: str, holds: bool, allowed: str):
@@ -242,6 +383,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         modes = typing.get_args(LogprobsMode)
         need("logprobs_mode", self.logprobs_mode in modes, " or ".join(modes))
         need("n", whole(self.n) and 1 <= self.n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
+        need("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar")
 
     def _check_token_options(self, need: Any, whole: Any, real: Any) -> None:
         """The options that name tokens. Raises: InvalidRequest."""
@@ -309,6 +451,7 @@ class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode = "raw_logprobs"
     num_tokens: int = 0
     """Ids from here on are padding of the model's vocabulary and never sampled; 0: none are."""
+    grammar: Grammar | None = None
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -340,7 +483,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step did for one request, as it travels from the engine."""
+    """What one step did for one request, as it travels from the engine.
+
+    One with no tokens and no finish_reason says that the request's grammar is compiled.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -353,6 +499,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prompt's next tokens, the second one first; all come before any new token."""
     error: str | None = None
     """Why, when finish_reason is `error`."""
+    invalid_field: str | None = None
+    """The request's field that is wrong, when the error is the user's."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -499,3 +647,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Compilations after start-up: always 0, or it's a fault."""
     buckets: tuple[BucketStats, ...] = ()
     """Of the step shapes that were used."""
+    num_forced_tokens: int = 0
+    """Of generated_tokens, those that a grammar left no choice and that no step was run for."""
+    num_grammars: int = 0
+    """Grammars compiled, failed ones included."""
+    num_grammar_hits: int = 0
+    """Requests whose grammar was compiled already, or was being compiled."""
+    num_grammar_failures: int = 0
+    """Requests refused because of their grammar."""
+    grammar_compile_s: float = 0.0
+    """Seconds that compiling grammars took, all together."""

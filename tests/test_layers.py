@@ -28,10 +28,13 @@ ALLOWED = {
         "jaxserve.execution", "jaxserve.models", "jaxserve.memory", "jaxserve.scheduler.sequence",
         "jaxserve.types", "pallas_kernels", "sharding", "checkpoints",
     },
+    "jaxserve.constrained": {
+        "jaxserve.constrained", "jaxserve.scheduler.sequence", "jaxserve.types",
+    },
     "jaxserve.engine": {
-        "jaxserve.engine", "jaxserve.execution", "jaxserve.models", "jaxserve.memory",
-        "jaxserve.scheduler", "jaxserve.messages", "jaxserve.config", "jaxserve.types",
-        "pallas_kernels", "sharding", "checkpoints",
+        "jaxserve.engine", "jaxserve.constrained", "jaxserve.execution", "jaxserve.models",
+        "jaxserve.memory", "jaxserve.scheduler", "jaxserve.messages", "jaxserve.config",
+        "jaxserve.types", "pallas_kernels", "sharding", "checkpoints",
     },
     "jaxserve.entry": {
         "jaxserve", "jaxserve.entry", "jaxserve.engine.process", "jaxserve.messages",
@@ -42,6 +45,7 @@ ALLOWED = {
 JAX_FREE = [
     "jaxserve.types", "jaxserve.config", "jaxserve.messages", "jaxserve.metrics",
     "jaxserve.scheduler.scheduler", "jaxserve.memory.page_pool", "jaxserve.memory.radix_cache",
+    "jaxserve.constrained.compiler",
     "jaxserve.engine.process", "jaxserve.entry.cli", "jaxserve.entry.client", "jaxserve.entry.llm",
     "jaxserve.entry.http", "jaxserve.entry.grpc_server", "jaxserve.entry.serve",
     "jaxserve.entry.pull", "jaxserve.entry.demo", "jaxserve",

@@ -7,7 +7,8 @@ tokens back.
 
 The forward of step N+1 is in flight while the tokens of step N are read: rows that continue take
 those tokens on the device. Only what step N finished is discovered a step late, and its extra row
-is thrown away.
+is thrown away. Token masks follow from the tokens of step N, so they are made between its commit
+and the sampling of step N+1, while the device runs the forward.
 """
 
 import time
@@ -15,9 +16,11 @@ import time
 import msgspec
 
 from jaxserve import messages
+from jaxserve.constrained.compiler import Grammars, Job
 from jaxserve.execution.runner import Collected, Pending, Runner
 from jaxserve.execution.sampling import NONE_ALLOWED, NOT_A_NUMBER
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.sequence import Sequence
 from jaxserve.types import EngineStats, InvalidRequest, TokenLogprobs, TokenOutput
 
 FAULTS = {
@@ -25,6 +28,9 @@ FAULTS = {
     NONE_ALLOWED: "the request's options leave no token that may come next",
 }
 """Why a request ends whose sampled token is none."""
+
+COMPILE_POLL_S = 0.001
+"""How long to wait for messages when nothing can run but what waits for its grammar."""
 
 
 class Engine:
@@ -36,37 +42,45 @@ class Engine:
         runner: Runner,
         scheduler: Scheduler,
         link: messages.EngineEnd,
+        grammars: Grammars,
         *,
         overlap: bool = True,
     ):
         self._runner = runner
         self._scheduler = scheduler
         self._link = link
+        self._grammars = grammars
+        self._compiling: list[tuple[Sequence, Job]] = []
+        """Those in line whose grammar isn't compiled yet."""
         self._overlap = overlap
         self._pending: Pending | None = None
         self._stop_at_s: float | None = None
         """After a Shutdown: when whatever still runs is ended."""
-        self._refused: list[TokenOutput] = []
+        self._told: list[TokenOutput] = []
+        """Outputs that no step brought, to be sent with the next ones."""
 
     def run(self) -> None:
         while not self._is_over():
-            idle = not self._scheduler.has_work and self._pending is None
-            for message in self._link.receive(self._patience() if idle else 0):
+            for message in self._link.receive(self._patience()):
                 self._handle(message)
             self.step()
         self._abandon()
+        self._grammars.close()
         self._runner.close()
         self._link.send(messages.Stopped())
 
     def step(self) -> None:
         """Sends one step if anything can run, and reads the one before it."""
+        if self._compiling:
+            self._take_compiled()
         batch = self._scheduler.schedule()
         logits = None
         if batch is not None:
             logits = self._runner.forward(batch)
         self._read_pending()
         if batch is not None and logits is not None:
-            self._pending = self._runner.sample(batch, logits)
+            masks = self._grammars.masks(batch, logits.shape[0])
+            self._pending = self._runner.sample(batch, logits, masks)
             if not self._overlap:
                 self._read_pending()
 
@@ -75,7 +89,31 @@ class Engine:
             self._scheduler.stats(),
             num_runtime_compiles=self._runner.num_runtime_compiles,
             buckets=self._runner.bucket_stats,
+            num_grammars=self._grammars.num_compiled,
+            num_grammar_hits=self._grammars.num_hits,
+            num_grammar_failures=self._grammars.num_failures,
+            grammar_compile_s=self._grammars.compile_s,
         )
+
+    def _take_compiled(self) -> None:
+        """Lets those in whose grammar is compiled, and refuses those whose can't be."""
+        still: list[tuple[Sequence, Job]] = []
+        for sequence, job in self._compiling:
+            request = sequence.request
+            if sequence.status == "finished":  # aborted
+                continue
+            if not job.is_over():
+                still.append((sequence, job))
+                continue
+            try:
+                sequence.matcher = job.matcher(request.sampling)
+            except InvalidRequest as error:
+                self._scheduler.abort(request.request_id, "error")
+                self._refuse(request.request_id, error.message, error.field)
+                continue
+            sequence.is_ready = True
+            self._told.append(TokenOutput(request_id=request.request_id, token_ids=[]))
+        self._compiling = still
 
     def _read_pending(self) -> None:
         """Commits the tokens of the step in flight, if any, and sends them."""
@@ -87,20 +125,23 @@ class Engine:
             for committed in self._scheduler.commit(pending.batch, collected.tokens):
                 sequence = committed.sequence
                 logprobs = collected.logprobs[committed.index]
-                if committed.token < 0:
-                    self._refuse(sequence.request.request_id, FAULTS[committed.token])
+                if committed.finish_reason == "error":
+                    matcher = sequence.matcher
+                    reason = matcher.error if matcher is not None else ""
+                    token = collected.tokens[committed.index]
+                    self._refuse(sequence.request.request_id, reason or FAULTS[token])
                     continue
                 outputs.append(
                     TokenOutput(
                         request_id=sequence.request.request_id,
-                        token_ids=[committed.token],
+                        token_ids=committed.tokens,
                         finish_reason=committed.finish_reason,
                         num_cached_tokens=sequence.num_cached,
-                        logprobs=None if logprobs is None else [logprobs],
+                        logprobs=[logprobs] if logprobs and committed.tokens else None,
                     )
                 )
-        outputs += self._refused
-        self._refused = []
+        outputs += self._told
+        self._told = []
         if outputs:
             self._link.send(messages.Outputs(outputs, self.stats()))
 
@@ -120,14 +161,20 @@ class Engine:
 
     def _handle(self, message: messages.ToEngine) -> None:
         match message:
+            case messages.Vocabulary(tokenizer_json, eos_token_ids):
+                self._grammars.use_vocabulary(tokenizer_json, eos_token_ids)
             case messages.Submit(request):
                 if self._stop_at_s is not None:
                     self._refuse(request.request_id, "the engine is shutting down")
                     return
+                grammar = request.sampling.grammar
                 try:
-                    self._scheduler.add(request)
+                    sequence = self._scheduler.add(request, ready=grammar is None)
                 except InvalidRequest as error:
                     self._refuse(request.request_id, str(error))
+                    return
+                if grammar is not None:
+                    self._compiling.append((sequence, self._grammars.compile(grammar)))
             case messages.Abort(request_ids):
                 aborted = [id for id in request_ids if self._scheduler.abort(id)]
                 if aborted:
@@ -145,9 +192,15 @@ class Engine:
             case messages.Shutdown(grace_s):
                 self._stop_at_s = time.monotonic() + grace_s
 
-    def _refuse(self, request_id: str, reason: str) -> None:
-        self._refused.append(
-            TokenOutput(request_id=request_id, token_ids=[], finish_reason="error", error=reason)
+    def _refuse(self, request_id: str, reason: str, invalid_field: str | None = None) -> None:
+        self._told.append(
+            TokenOutput(
+                request_id=request_id,
+                token_ids=[],
+                finish_reason="error",
+                error=reason,
+                invalid_field=invalid_field,
+            )
         )
 
     def _is_over(self) -> bool:
@@ -157,7 +210,12 @@ class Engine:
         return idle or time.monotonic() >= self._stop_at_s
 
     def _patience(self) -> float | None:
-        """How long to wait for a message when there is nothing to run."""
+        """How long to wait for a message before the next step."""
+        if self._pending is not None:
+            return 0
+        if self._scheduler.has_work:
+            waits = len(self._compiling) == len(self._scheduler.sequences)
+            return COMPILE_POLL_S if waits else 0
         return None if self._stop_at_s is None else max(0.0, self._stop_at_s - time.monotonic())
 
     def _abandon(self) -> None:

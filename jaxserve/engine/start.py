@@ -13,6 +13,7 @@ from checkpoints.load import load_weights
 from checkpoints.resolve import ModelFiles, resolve
 from jaxserve import messages
 from jaxserve.config import EngineConfig
+from jaxserve.constrained.compiler import Grammars
 from jaxserve.engine.loop import Engine
 from jaxserve.execution.buckets import Buckets
 from jaxserve.execution.runner import Runner
@@ -114,7 +115,8 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
         load_s=load_s,
         startup_s=time.monotonic() - started,
     )
-    engine = Engine(runner, scheduler, link, overlap=config.overlap)
+    grammars = Grammars(model.config.vocab_size, config.grammar_timeout_s)
+    engine = Engine(runner, scheduler, link, grammars, overlap=config.overlap)
     link.send(messages.Ready(info))
     return engine
 

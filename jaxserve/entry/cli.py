@@ -24,6 +24,7 @@ from jaxserve.types import (
     CheckpointError,
     ConfigError,
     EngineDead,
+    Grammar,
     InvalidRequest,
     QueueFull,
     RequestOutput,
@@ -68,6 +69,8 @@ class Flag:
             declaration = f"--{flag}/--no-{flag}"
         elif typing.get_origin(kinds[0]) is typing.Literal:
             settings["type"] = click.Choice(typing.get_args(kinds[0]))
+        elif kinds == [Grammar]:
+            settings["type"] = parse_grammar
         elif tuples := [k for k in kinds if typing.get_origin(k) is tuple]:
             item = typing.get_args(tuples[0])[0]
             # of an item that may be text or something else, a flag takes the text
@@ -96,6 +99,14 @@ def parse_biases(
         except ValueError:
             raise click.BadParameter(f"{value!r} is not ID=NUMBER") from None
     return biases
+
+
+def parse_grammar(text: str) -> Grammar:
+    """A KIND=TEXT flag."""
+    try:
+        return Grammar.parse(text)
+    except InvalidRequest as error:
+        raise click.BadParameter(error.message) from None
 
 
 def config_flags(kind: type[Any], skip: tuple[str, ...] = ()) -> list[Flag]:

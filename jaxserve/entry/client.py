@@ -162,6 +162,12 @@ class Client:
             info = await self._await_ready(self._handle, loading)
             self._model = await loading
             _compare_vocabularies(self._model, info)
+            if self._model.tokenizer is not None:
+                self._handle.client_end.send(
+                    messages.Vocabulary(
+                        self._model.tokenizer.to_json(), sorted(self._model.eos_token_ids)
+                    )
+                )
         except BaseException as error:
             loading.cancel()
             self._closing = True  # raised here, so not logged as well
@@ -399,7 +405,7 @@ class Client:
                 raise QueueFull(self.max_in_flight)
             self._room.clear()
             await self._room.wait()
-        # No await from here on: whoever is cancelled has either sent nothing or owns the stream.
+        # No await until it's sent: whoever is cancelled has either sent nothing or owns the stream.
         self._check_alive()
         assert self._handle is not None
         if request_id is None:
@@ -413,7 +419,9 @@ class Client:
         stops = StopAutomaton(params.stop) if params.stop else None
         for index, wire_id in enumerate(wire_ids):
             detokenizer = tokenizer and Detokenizer(tokenizer, token_ids, stops, params.min_tokens)
-            choice = ChoiceState(stream, index, wire_id, detokenizer)
+            choice = ChoiceState(
+                stream, index, wire_id, detokenizer, frozenset(sampling.stop_token_ids)
+            )
             stream.choices.append(choice)
             self._choices[wire_id] = choice
         self._streams[request_id] = stream
@@ -428,6 +436,11 @@ class Client:
                 cache_salt=cache_salt,
             )
             self._handle.client_end.send(messages.Submit(request))
+        try:
+            await stream.accepted()
+        except BaseException:
+            self._break_off(stream)
+            raise
         return stream
 
     async def generate(
@@ -565,7 +578,12 @@ class Client:
         """Takes one step's tokens of a choice and hands its reader what is new."""
         stream = choice.stream
         if output.finish_reason == "error":
-            self._fail(stream, RequestFailed(output.error or "the engine gave the request up"))
+            reason = output.error or "the engine gave the request up"
+            field = output.invalid_field
+            self._fail(stream, InvalidRequest(field, reason) if field else RequestFailed(reason))
+            return
+        if not output.token_ids and output.finish_reason is None:
+            stream.accept()
             return
         if output.prompt_logprobs is not None:
             stream.add_prompt_logprobs(output.prompt_logprobs, self._token_text)

@@ -23,17 +23,26 @@ from jaxserve.entry.failures import Failure, describe
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.openai_schema import COMPLETION_MAX_TOKENS, ChatMessage, sampling_params
 from jaxserve.entry.proto import jaxserve_pb2 as pb
-from jaxserve.types import ChosenLogprob, Delta, InvalidRequest, SamplingParams
+from jaxserve.types import ChosenLogprob, Delta, Grammar, InvalidRequest, SamplingParams
 
 log = logging.getLogger("jaxserve.grpc")
 
 SERVICE = "jaxserve.v1.Inference"
 ROLES = typing.get_args(ChatMessage.model_fields["role"].annotation)
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+STRUCTURES: dict[str, Callable[[Any, str], Grammar | None]] = {
+    "json_schema": Grammar.json_schema,
+    "json_object": lambda value, field: Grammar.json_object(field) if value else None,
+    "regex": Grammar.regex,
+    "choice": lambda value, field: Grammar.choice(list(value.choices), field),
+    "grammar": Grammar.grammar,
+    "structural_tag": Grammar.structural_tag,
+}
+"""Of the oneof `structure`."""
 OPTIONAL_SAMPLING = tuple(
     field.name
     for field in pb.SamplingParams.DESCRIPTOR.fields
-    if field.has_presence and field.message_type is None
+    if field.has_presence and field.message_type is None and field.name not in STRUCTURES
 )
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -85,6 +94,7 @@ def read_sampling(message: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidRequest naming the field."""
     given = {name: optional(message, name) for name in OPTIONAL_SAMPLING}
     allowed = optional(message, "allowed_token_ids")
+    structure = message.WhichOneof("structure")
     return sampling_params(
         **given,
         stop=tuple(message.stop),
@@ -93,6 +103,7 @@ def read_sampling(message: pb.SamplingParams) -> SamplingParams:
         allowed_token_ids=None if allowed is None else tuple(allowed.ids),
         bad_words=(*message.bad_words, *(tuple(word.ids) for word in message.bad_words_ids)),
         token_ids_logprob=tuple(message.token_ids_logprob),
+        grammar=structure and STRUCTURES[structure](getattr(message, structure), structure),
     )
 
 

@@ -59,6 +59,9 @@ def resolve_sampling(
             "stop", f"needs text, and {model.name} has no tokenizer; use stop_token_ids"
         )
 
+    if params.grammar is not None and model.tokenizer is None:
+        raise InvalidRequest(params.grammar.field, f"needs text, and {model.name} has no tokenizer")
+
     def first(field: str, otherwise: float) -> float:
         for source in (params, model.defaults):
             if (value := getattr(source, field)) is not None:
@@ -96,6 +99,7 @@ def resolve_sampling(
         token_ids_logprob=params.token_ids_logprob,
         logprobs_mode=params.logprobs_mode,
         num_tokens=min(num_tokens, info.vocab_size),
+        grammar=params.grammar,
     )
 
 

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
 
 from jaxserve.entry.failures import HttpFailure, UnsupportedParameter
+from jaxserve.entry.structured import grammar_of
 from jaxserve.types import (
     ALL_LOGPROBS,
     MAX_LOGPROBS,
@@ -35,6 +36,15 @@ full.
 MAX_PROMPTS = 1024
 """Prompts of one /v1/completions, times its n."""
 MAX_ERRORS = 100
+STRUCTURED = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+"""Fields of which one may ask for structured output."""
 LEAST_LOGPROB = -9999.0
 """What OpenAI writes for a token that can't be; JSON has no infinity."""
 
@@ -248,6 +258,18 @@ class SamplingBody(Body):
     logprobs_mode: LogprobsMode | None = Field(
         None, description="Whether of the model's own distribution, or of what is sampled from."
     )
+    # Structured output; one of these at the most. `structured` reads them.
+    response_format: dict[str, Any] | None = Field(
+        None, description="type: text, json_object, json_schema or structural_tag."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None,
+        description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag.",
+    )
+    guided_json: dict[str, Any] | bool | str | None = Field(None, description="A JSON schema.")
+    guided_regex: str | None = Field(None, description="The text matches this as a whole.")
+    guided_choice: list[str] | None = Field(None, description="The text is one of these.")
+    guided_grammar: str | None = Field(None, description="Lark or EBNF.")
     # Known elsewhere, not supported yet.
     length_penalty: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
     use_beam_search: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
@@ -258,13 +280,6 @@ class SamplingBody(Body):
     truncate_prompt_tokens: only() = None  # pyright: ignore[reportInvalidTypeForm]
     priority: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
     cache_salt: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    response_format: only({"type": "text"}) = None  # pyright: ignore[reportInvalidTypeForm]
-    guided_json: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    guided_regex: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    guided_choice: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    guided_grammar: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    structured_outputs: only() = None  # pyright: ignore[reportInvalidTypeForm]
-
     default_max_tokens: ClassVar[int | None] = None
     """Where max_tokens is not given; None: until the context is full."""
 
@@ -301,6 +316,7 @@ class SamplingBody(Body):
             token_ids_logprob=self.token_ids_logprob,
             logprobs_mode=self.logprobs_mode,
             n=self.n,
+            grammar=grammar_of({name: getattr(self, name) for name in STRUCTURED}),
         )
 
 

@@ -64,12 +64,15 @@ class ChoiceState:
         index: int,
         wire_id: str,
         detokenizer: Detokenizer | None,
+        stop_token_ids: frozenset[int] = frozenset(),
     ):
+        """`stop_token_ids`: that end it in the engine, the model's own ones included."""
         self.stream = stream
         self.index = index
         self.wire_id = wire_id
         """The choice's name in messages."""
         self.detokenizer = detokenizer
+        self.stop_token_ids = stop_token_ids
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
         self.logprobs: list[ChosenLogprob] | None = None
@@ -87,8 +90,12 @@ class ChoiceState:
             self.num_cached_tokens = output.num_cached_tokens
         token_ids, text = output.token_ids, ""
         self.finish_reason = output.finish_reason
-        # A stop token counts as generated, but is no text.
-        ends_in_stop_token = output.finish_reason == "stop" and bool(token_ids)
+        # A stop token counts as generated, but is no text. A grammar may end a text without one.
+        ends_in_stop_token = (
+            output.finish_reason == "stop"
+            and bool(token_ids)
+            and token_ids[-1] in self.stop_token_ids
+        )
         if ends_in_stop_token and token_ids[-1] in self.stream.params.stop_token_ids:
             self.stop_reason = token_ids[-1]
         if self.detokenizer is not None:
@@ -163,6 +170,7 @@ class RequestStream:
             self.prompt_logprobs = [None]
         self._told_prompt = params.prompt_logprobs is None
         """Whether a delta has had them."""
+        self._accepted = params.grammar is None
         self._break_off = break_off
         self._deltas: collections.deque[Delta] = collections.deque()
         self._backlogs: dict[int, Backlog] = {}
@@ -219,6 +227,16 @@ class RequestStream:
             usage=self.usage(),
             prompt_logprobs=self.prompt_logprobs,
         )
+
+    async def accepted(self) -> None:
+        """Returns once the engine has taken the request; at once, unless it has a grammar.
+
+        Raises: InvalidRequest for a grammar that can't be followed, EngineDead, RequestFailed.
+        """
+        while not self._accepted and self.error is None and not self.finished:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
 
     async def aclose(self) -> None:
         """Ends the request if it still runs. Deltas that were not read are dropped."""
@@ -278,6 +296,10 @@ class RequestStream:
         named = self.params.token_ids_logprob
         self.prompt_logprobs += chosen_logprobs(token_ids, logprobs, text, named)
 
+    def accept(self) -> None:
+        self._accepted = True
+        self.wake()
+
     def deliver(
         self,
         choice: ChoiceState,
@@ -290,6 +312,7 @@ class RequestStream:
         A reader who is MAX_UNREAD deltas behind gets what comes then in larger pieces.
         """
         finished = self.finished
+        self._accepted = True
         if self._collecting:
             if finished:
                 self.wake()

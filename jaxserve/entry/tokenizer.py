@@ -172,6 +172,10 @@ class Tokenizer:
                 pass
         return token.replace("▁", " ").encode()
 
+    def to_json(self) -> str:
+        """The vocabulary and its rules, as a tokenizer.json has them."""
+        return self._backend.to_str()
+
     def save(self, folder: pathlib.Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and the chat template, as Hugging Face lays
         them out.

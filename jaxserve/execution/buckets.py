@@ -24,7 +24,7 @@ class SampleKind(enum.IntEnum):
     FILTERED = 2
     """Also top-k, top-p, min-p."""
     FULL = 3
-    """Also token masks and log-probabilities."""
+    """Also log-probabilities."""
     STATEFUL = 4
     """Also what slot_state keeps: penalties, logit bias, named tokens; and typical-p, and the
     log-probabilities of the whole vocabulary."""

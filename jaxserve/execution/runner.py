@@ -86,6 +86,8 @@ class Runner:
         self._kv_sharding = model.placement.sharding((None, None, "kv_heads", None))
         self._steps: dict[StepShape, Any] = {}
         self._samples: dict[SampleShape, Any] = {}
+        self._masks: dict[int, Any] = {}
+        """By rows: what applies token masks for the kinds of sampling that know none."""
         self._bucket_stats: dict[StepShape, BucketStats] = {}
         self._start_row: Any = None
         self._packer = step.Packer(buckets.max_num_seqs, buckets.pages, model.config.vocab_size)
@@ -101,7 +103,8 @@ class Runner:
 
     @property
     def num_compiled(self) -> int:
-        return len(self._steps) + len(self._samples) + (self._start_row is not None)
+        counts = len(self._steps), len(self._samples), len(self._masks)
+        return sum(counts) + (self._start_row is not None)
 
     @property
     def page_bytes(self) -> int:
@@ -151,6 +154,7 @@ class Runner:
         steps.sort(key=lambda shape: (shape.kind, shape.tokens), reverse=True)
         work: list[tuple[Callable[[Any], None], Any]] = [(self._compile_step, s) for s in steps]
         work += [(self._compile_sample, s) for s in self.buckets.samples()]
+        work += [(self._compile_mask, r) for r in sorted({s.rows for s in self.buckets.samples()})]
         work.append((self._compile_start_row, "row start"))
         workers = min(16, max(4, os.cpu_count() or 4))
         with concurrent.futures.ThreadPoolExecutor(workers) as threads:
@@ -159,7 +163,7 @@ class Runner:
             before = self.num_compiled
             for count, future in enumerate(done, start=before + 1):
                 future.result()
-                progress(str(futures[future]), count, before + len(futures))
+                progress(_shown(futures[future]), count, before + len(futures))
         self.compile_s += time.monotonic() - started
 
     def start(self, leaves: Sequence[jax.Array]) -> None:
@@ -216,14 +220,22 @@ class Runner:
         logits, self._kv = self._steps[shape](self._leaves, self._kv, self._last_token, packed)
         return logits
 
-    def sample(self, batch: Batch, logits: jax.Array) -> Pending:
+    def sample(
+        self, batch: Batch, logits: jax.Array, grammar_masks: np.ndarray | None = None
+    ) -> Pending:
         """Sends the sampling of the batch's rows to the device; the tokens stay there for the next
-        step too."""
+        step too.
+
+        `grammar_masks`: u32[rows, ceil(V/32)], as step.Packer.pack_sampling has them. The logits
+        are donated.
+        """
         num_rows = logits.shape[0]
-        given = self._packer.pack_sampling(batch, num_rows)
+        given = self._packer.pack_sampling(batch, num_rows, grammar_masks)
         for packed in given.starts:
             self._slots = self._start_row(self._slots, packed)
         masks = self._no_masks[num_rows] if given.masks is None else given.masks
+        if given.masks is not None and given.kind < SampleKind.FULL:
+            logits = self._masks[num_rows](logits, masks)
         is_stateful = given.kind == SampleKind.STATEFUL
         sampled, self._last_token, slots = self._samples[SampleShape(given.kind, num_rows)](
             logits,
@@ -332,6 +344,17 @@ class Runner:
         packed = self._array((slot_state.PACKED_SIZE,), jnp.int32)
         self._start_row = jitted.lower(self._abstract_slots(), packed).compile()
 
+    def _compile_mask(self, rows: int) -> None:
+        jitted = jax.jit(
+            _named(functools.partial(sampling.apply_mask), f"mask_{rows}"),
+            donate_argnums=0,
+            out_shardings=self._replicated,
+        )
+        self._masks[rows] = jitted.lower(
+            self._array((rows, self.model.config.vocab_size), jnp.float32),
+            self._array((rows, self._mask_words), jnp.uint32),
+        ).compile()
+
     def _forward(self, leaves, kv, last_token, packed, *, shape: StepShape):
         token_ids, positions, meta, logit_rows = step.unpack(
             packed, last_token, shape, self.page_size
@@ -407,6 +430,10 @@ def _sample(logits, last_token, packed, masks, state, *, kind: SampleKind):
     options = step.RowOptions.unpack(packed)
     sampled, state = sampling.sample(logits, options, masks, state, kind)
     return sampled, last_token.at[options.token_slot].set(sampled.tokens, mode="drop"), state
+
+
+def _shown(shape: StepShape | SampleShape | int) -> str:
+    return f"mask x {shape}" if isinstance(shape, int) else str(shape)
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:

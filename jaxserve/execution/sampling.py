@@ -48,8 +48,9 @@ def sample(
     state: SlotState | None,
     kind: SampleKind,
 ) -> tuple[Sampled, SlotState | None]:
-    """One token a row. `mask` (see token_masks) is for FULL and up, `state`, which is returned with
-    the tokens counted, for STATEFUL only."""
+    """One token a row. `mask` (see token_masks) is for FULL and up, for the others it has been
+    applied to the logits; `state`, which is returned with the tokens counted, is for STATEFUL
+    only."""
     raw = logits.astype(jnp.float32)
     is_token = jnp.arange(raw.shape[1]) < options.num_tokens[:, None]
     allowed = jnp.where(is_token, raw, -jnp.inf)
@@ -72,8 +73,7 @@ def sample(
         u = uniform(options.seed_low, options.seed_high, options.position)
         tokens = jnp.where(is_random, draw(kept, u), tokens)
         kept = jnp.where(is_random[:, None], kept, allowed)
-    if mask is not None:
-        tokens = jnp.where(jnp.max(allowed, axis=-1) == -jnp.inf, NONE_ALLOWED, tokens)
+    tokens = jnp.where(jnp.max(allowed, axis=-1) == -jnp.inf, NONE_ALLOWED, tokens)
     # the largest is NaN if any is
     tokens = jnp.where(jnp.isnan(jnp.max(raw, axis=-1)), NOT_A_NUMBER, tokens)
     if state is not None:

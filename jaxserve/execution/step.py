@@ -150,9 +150,15 @@ class Packer:
         packed[parts["page_table"]].reshape(S, shape.pages)[:n] = self._page_table[slots]
         return packed
 
-    def pack_sampling(self, batch: Batch, num_rows: int) -> SamplingInput:
-        """The sampling of the batch's rows, padded to `num_rows`. All their tokens must be
-        known."""
+    def pack_sampling(
+        self, batch: Batch, num_rows: int, grammar_masks: np.ndarray | None = None
+    ) -> SamplingInput:
+        """The sampling of the batch's rows, padded to `num_rows`. All their tokens must be known.
+
+        Masks come with any kind, and are None where no row has one. `grammar_masks`: the
+        grammars', u32[num_rows, ceil(V/32)], to which others are added; where nothing is left the
+        grammar wins, as where it can only end before `min_tokens`.
+        """
         rows = batch.rows
         starts: list[np.ndarray] = []
         for row in rows:
@@ -163,8 +169,6 @@ class Packer:
         positions = np.array([row.start + row.num_tokens for row in rows])
         is_masked = samples & (positions < self._masked_until[slots])
         kind = SampleKind(int(self._kinds[slots[samples]].max(initial=0)))
-        if is_masked.any():
-            kind = max(kind, SampleKind.FULL)
         options = np.zeros((len(LINE), num_rows), np.int32)
         options[LINE["token_slot"]] = len(self._requests)
         options[:, :n] = self._options[:, slots]
@@ -176,13 +180,18 @@ class Packer:
             kind = max(kind, _scoring_kind(row.sequence.request.sampling))
             options[LINE["target"], r] = row.sequence.token_ids[row.start + 1]
             options[LINE["is_processed"], r] = 0
-        masks = None
+        masks = grammar_masks
         if is_masked.any():
-            masks = all_allowed(num_rows, mask_words(self._vocab_size))
+            if masks is None:
+                masks = all_allowed(num_rows, mask_words(self._vocab_size))
             for r in np.flatnonzero(is_masked):
                 row_mask = self._row_masks[rows[r].slot]
                 assert row_mask is not None
-                row_mask.fill(int(positions[r]), masks[r])
+                own = np.empty_like(masks[r])
+                row_mask.fill(int(positions[r]), own)
+                own &= masks[r]
+                if own.any() or rows[r].sequence.matcher is None:
+                    masks[r] = own
         return SamplingInput(kind, options, masks, starts)
 
     def _keep_options(self, row: Row) -> list[np.ndarray]:

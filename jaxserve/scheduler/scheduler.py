@@ -80,13 +80,14 @@ class Scheduler:
         self.cached_tokens = 0
         self.computed_tokens = 0
         self.generated_tokens = 0
+        self.num_forced_tokens = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self.sequences)
 
-    def add(self, request: Request) -> Sequence:
-        """Puts a request in line.
+    def add(self, request: Request, *, ready: bool = True) -> Sequence:
+        """Puts a request in line; it's not admitted before its `is_ready`.
 
         Raises: ContextExceeded if it could never fit, InvalidRequest if it has no tokens or its id
         is in use.
@@ -110,6 +111,7 @@ class Scheduler:
                 f"{num_prompt + max_tokens}; allowed: {limit} in all",
             )
         sequence = self.sequences[request.request_id] = Sequence.of(request)
+        sequence.is_ready = ready
         self.waiting.append(sequence)
         return sequence
 
@@ -174,7 +176,10 @@ class Scheduler:
             and self.free_slots
             and num_preemptions == self.num_preemptions
         ):
-            for sequence in self.policy(self.waiting, self._num_matched):
+            waiting = self.waiting
+            if not all(sequence.is_ready for sequence in waiting):
+                waiting = [sequence for sequence in waiting if sequence.is_ready]
+            for sequence in self.policy(waiting, self._num_matched):
                 if min(spare, spare_rows) <= 0 or not self.free_slots or not self._admit(sequence):
                     break
                 num_tokens = min(spare, len(sequence.token_ids) - sequence.num_computed)
@@ -210,8 +215,8 @@ class Scheduler:
 
         `tokens` has one for each of `batch.sampling_rows`, negative where the model's output was no
         number: that ends the sequence with `error`. Those of requests that ended meanwhile
-        are dropped, those of preempted ones count. Batches are committed in the order they were
-        scheduled, also those that sample nothing.
+        are dropped, those of preempted ones count; a grammar may add to one, or replace it.
+        Batches are committed in the order they were scheduled, also those that sample nothing.
         """
         oldest = self.in_flight.popleft()
         assert batch is oldest, "batches must be committed in the order they were scheduled"
@@ -221,24 +226,30 @@ class Scheduler:
             if sequence.status == "finished":
                 continue
             sequence.num_pending -= 1
+            new: list[int] = []
+            reason: FinishReason | None = None
             if token < 0:
-                self._finish(sequence, "error")
-                committed.append(Committed(index, sequence, token, "error"))
-                continue
-            token_ids = sequence.token_ids
-            token_ids.append(token)
-            reason = None
-            if (
-                token in sequence.stop_token_ids
-                and sequence.num_generated >= sequence.request.sampling.min_tokens
-            ):
-                reason = "stop"
-            elif len(token_ids) >= sequence.max_total:
+                reason = "error"
+            elif sequence.matcher is None:
+                new = [token]
+            else:
+                new, reason = self._follow_grammar(sequence, token)
+            token_ids, stop_token_ids = sequence.token_ids, sequence.stop_token_ids
+            for count, one in enumerate(new, start=1):
+                token_ids.append(one)
+                if (
+                    one in stop_token_ids
+                    and sequence.num_generated >= sequence.request.sampling.min_tokens
+                ):
+                    new, reason = new[:count], "stop"
+                    break
+            if reason is None and len(token_ids) >= sequence.max_total:
                 reason = "length"
+            self.generated_tokens += len(new)
             if reason:
                 self._finish(sequence, reason)
-            committed.append(Committed(index, sequence, token, reason))
-        self.generated_tokens += len(committed)
+            if new or reason:
+                committed.append(Committed(index, sequence, new, reason))
         return committed
 
     def commit_scores(self, batch: Batch) -> list[tuple[int, Sequence]]:
@@ -254,6 +265,25 @@ class Scheduler:
                 sequence.num_scored += 1
                 news.append((index, sequence))
         return news
+
+    def _follow_grammar(
+        self, sequence: Sequence, token: int
+    ) -> tuple[list[int], FinishReason | None]:
+        """What a sequence goes on with after a sampled token.
+
+        Where that isn't this one token, the step in flight, which took it to be, must not sample:
+        what it computed of the token stays, and the others follow in a chunk.
+        """
+        assert sequence.matcher is not None
+        room = sequence.max_total - len(sequence.token_ids)
+        tokens, reason = sequence.matcher.advance(token, room)
+        self.num_forced_tokens += max(0, len(tokens) - 1)
+        if reason is None and tokens != [token]:
+            if any(batch.withdraw(sequence) for batch in self.in_flight):
+                sequence.num_pending -= 1
+            if not tokens and sequence.status == "running":
+                self._preempt(sequence)  # the step computed what isn't so
+        return tokens, reason
 
     def flush_cache(self) -> int:
         """Hides all KV computed so far from later admissions, as after new weights.
@@ -278,6 +308,7 @@ class Scheduler:
             cached_tokens=self.cached_tokens,
             computed_tokens=self.computed_tokens,
             generated_tokens=self.generated_tokens,
+            num_forced_tokens=self.num_forced_tokens,
         )
 
     def check(self) -> None:

@@ -10,12 +10,28 @@ catching up.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import msgspec
 
 from jaxserve.memory.radix_cache import Node
 from jaxserve.types import FinishReason, Request
+
+
+class Matcher(Protocol):
+    """Follows a sequence's generated tokens through the grammar that they must keep to."""
+
+    error: str
+    """Why the grammar can't be followed any more; empty as long as it can."""
+
+    def advance(self, token: int, room: int) -> tuple[list[int], FinishReason | None]:
+        """Takes a sampled token; returns what the sequence goes on with, and whether that ends it.
+
+        That is the token and those that the grammar leaves no choice after it, `room` in all at the
+        most; or others in its place, where it would leave too little room to complete the text; or
+        none, and the position is to be sampled again.
+        """
+        ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -56,7 +72,9 @@ class Sequence:
     match_hint: tuple[int, int] = (-1, 0)
     """(step, pages) of the last look at what the prefix cache has of it, for the policy."""
 
-    matcher: Any = None
+    is_ready: bool = True
+    """Not while its grammar is being compiled: it keeps its place in line and holds nobody up."""
+    matcher: Matcher | None = None
     draft_ids: list[int] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -117,7 +135,7 @@ class PageUpdate(msgspec.Struct, frozen=True, gc=False):
     pages: list[int]
 
 
-class Batch(msgspec.Struct, frozen=True):
+class Batch(msgspec.Struct):
     """One step. Every batch must be run, in the order they were scheduled."""
 
     rows: list[Row]
@@ -139,12 +157,24 @@ class Batch(msgspec.Struct, frozen=True):
         """In the order of `rows`: what `Scheduler.commit_scores` is about."""
         return [row for row in self.rows if row.scores]
 
+    def withdraw(self, sequence: Sequence) -> bool:
+        """Has the step not sample for a sequence; False if it doesn't anyway."""
+        if not any(row.sequence is sequence for row in self.sampling_rows):
+            return False
+        self.sampling_rows = [row for row in self.sampling_rows if row.sequence is not sequence]
+        self.rows = [
+            msgspec.structs.replace(row, samples=False) if row.sequence is sequence else row
+            for row in self.rows
+        ]
+        return True
+
 
 class Committed(msgspec.Struct, frozen=True, gc=False):
-    """A token that became known."""
+    """A sequence's tokens that became known."""
 
     index: int
     """Which of the batch's `sampling_rows` it's from."""
     sequence: Sequence
-    token: int
+    tokens: list[int]
+    """One, unless a grammar says more; none where it asks to sample again, or with `error`."""
     finish_reason: FinishReason | None

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, Grammar, SamplingParams
 from jaxserve.config import cache_dir
 
 FIXTURE = pathlib.Path(__file__).parent.parent / "fixtures" / "smollm2_greedy.json"
@@ -102,3 +102,21 @@ def test_a_stop_string_across_tokens_never_shows(llm):
     assert text == plain.text[: plain.text.index(stop)]
     assert deltas[-1].finish_reason == "stop"
     assert deltas[-1].stop_reason == stop
+
+
+def test_a_schema_holds_at_any_length(llm):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "year": {"type": "integer", "minimum": 1900}},
+        "required": ["city", "year"],
+        "additionalProperties": False,
+    }
+    for max_tokens in (16, 40):
+        params = SamplingParams(
+            grammar=Grammar.json_schema(schema), max_tokens=max_tokens, n=2, temperature=1.0, seed=4
+        )
+        [output] = llm.generate("My home, in JSON: ", params)
+        for choice in output.choices:
+            found = json.loads(choice.text)
+            assert isinstance(found["city"], str)
+            assert found["year"] >= 1900

@@ -9,7 +9,8 @@ NAMES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens",
     "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
     "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
-    "e2e_request_latency_seconds", "runtime_compiles",
+    "e2e_request_latency_seconds", "runtime_compiles", "grammar_compilation_time_seconds",
+    "num_grammar_cache_hit", "num_grammar_aborted", "grammar_forced_tokens",
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from checkpoints.catalogue import pulled_models
+from jaxserve.constrained.vocabulary import Vocabulary
 from jaxserve.entry import gguf_tokenizer, text_model, tokenizer
 from jaxserve.types import CheckpointError, InvalidRequest
 
@@ -275,3 +276,16 @@ def test_real_model_encodes_as_transformers_does():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     expected = [1, 9690, 198, 6077, 5453, 30, 2, 198, 1, 4093, 198, 34, 27, 34, 47, 2, 198, 1]
     assert tok.encode(tok.chat_template.render(messages), False) == [*expected, 520, 9531, 198]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_grammars_see_the_bytes_of_each_token(kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    vocabulary = Vocabulary(tokenizer.to_json(), sorted(tokenizer.eos_token_ids), 512)
+    assert vocabulary.eos_token_ids == tokenizer.eos_token_ids
+    differ = [
+        tokenizer.token_bytes(i)
+        for i in range(tokenizer.vocab_size)
+        if vocabulary.tokenizer.decode_bytes([i]) != tokenizer.token_bytes(i)
+    ]
+    assert differ == [b"\xff"]  # which no text of UTF-8 has

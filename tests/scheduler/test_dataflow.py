@@ -244,8 +244,8 @@ class Engine:
             request_id = committed.sequence.request.request_id
             assert request_id not in self.finished, "a token after the end"
             assert committed.sequence is batch.sampling_rows[committed.index].sequence
-            assert committed.token == tokens[committed.index]
-            self.outputs[request_id].append(committed.token)
+            assert committed.tokens == [tokens[committed.index]]
+            self.outputs[request_id] += committed.tokens
             if committed.finish_reason:
                 assert committed.sequence.finish_reason == committed.finish_reason
                 self.finished[request_id] = committed.finish_reason

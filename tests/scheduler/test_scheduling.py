@@ -162,7 +162,7 @@ def test_stop_token_ends_a_sequence_and_the_token_in_flight_is_dropped():
     sequence = scheduler.add(make_request(5, stop_token_ids=(9,)))
     first, second = schedule(scheduler), schedule(scheduler)
     (committed,) = scheduler.commit(first, [9])
-    assert (committed.token, committed.finish_reason) == (9, "stop")
+    assert (committed.tokens, committed.finish_reason) == ([9], "stop")
     assert not scheduler.has_work
     assert scheduler.commit(second, [TOKEN]) == []
     assert sequence.token_ids[5:] == [9]
