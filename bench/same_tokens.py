@@ -20,13 +20,23 @@ TIE = 1e-3
 """Leads of the best logit below this are ties, which another order of summing may swap."""
 
 
-def against_reference(model: str, dtype: str) -> dict[str, Any]:
+def start(model: str, dtype: str, num_pages: int | None = None) -> LLM:
+    return LLM(
+        model,
+        dtype=dtype,
+        max_model_len=2048,
+        max_num_seqs=32,
+        max_batched_tokens=512,
+        num_pages=num_pages,
+        prefix_cache=False,
+    )
+
+
+def against_reference(llm: LLM) -> dict[str, Any]:
     """The fixture's prompts: how many continue as transformers does in float32."""
     records = json.loads(FIXTURE.read_text())["records"]
-    with LLM(model, dtype=dtype, max_num_seqs=32, max_batched_tokens=512) as llm:
-        params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
-        results = llm.generate([record["prompt"] for record in records], params)
-        found = {"device": engines.device_name(llm.info), "attention": llm.info.attention}
+    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    results = llm.generate([record["prompt"] for record in records], params)
     same, ties, differences = 0, 0, []
     for reference, result in zip(records, results, strict=True):
         pairs = zip(result.token_ids, reference["token_ids"], strict=True)
@@ -38,7 +48,7 @@ def against_reference(model: str, dtype: str) -> dict[str, Any]:
         else:
             differences.append([reference["prompt"], index, reference["lead"][index]])
     return {
-        **found,
+        "attention": llm.info.attention,
         "prompts": len(records),
         "same": same,
         "ties_swapped": ties,
@@ -48,31 +58,17 @@ def against_reference(model: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def under_preemption(model: str, count: int, shrink: int) -> dict[str, Any]:
-    """The trace at once in ample and in tiny KV memory: preemptions, and requests whose tokens
-    differ."""
-    requests = trace_requests(count, shrink, VOCAB)
-    prompts = [prompt for prompt, _ in requests]
+def trace_tokens(
+    llm: LLM, requests: list[tuple[list[int], int]]
+) -> tuple[list[list[int]], dict[str, int]]:
+    """What the requests, sent at once, generate; pages there were, and preemptions."""
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for _, n in requests]
-    tokens, figures = {}, {}
-    longest = max(len(prompt) + length for prompt, length in requests)
-    for name, pages in (("ample", None), ("tiny", 4 * (longest // 16 + 2))):
-        with LLM(
-            model,
-            dtype="float32",
-            max_num_seqs=64,
-            max_batched_tokens=512,
-            num_pages=pages,
-            prefix_cache=False,
-        ) as llm:
-            tokens[name] = [result.token_ids for result in llm.generate(prompts, params)]
-            stats = llm.stats()
-            figures[name] = {"pages": llm.info.num_pages, "preemptions": stats.num_preemptions}
-    pairs = list(zip(tokens["ample"], tokens["tiny"], strict=True))
-    figures["requests"] = len(pairs)
-    figures["output_tokens"] = sum(len(a) for a, _ in pairs)
-    figures["different"] = sum(a != b for a, b in pairs)
-    return figures
+    results = llm.generate([prompt for prompt, _ in requests], params)
+    preemptions = llm.stats().num_preemptions
+    return [r.token_ids for r in results], {
+        "pages": llm.info.num_pages,
+        "preemptions": preemptions,
+    }
 
 
 def main() -> None:
@@ -81,12 +77,27 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--shrink", type=int, default=8)
     arguments = parser.parse_args()
-    figures = {
-        "float32": against_reference(arguments.model, "float32"),
-        "bfloat16": against_reference(arguments.model, "bfloat16"),
-        "preemption": under_preemption(arguments.model, arguments.requests, arguments.shrink),
+    requests = trace_requests(arguments.requests, arguments.shrink, VOCAB)
+    longest = max(len(prompt) + length for prompt, length in requests)
+    figures: dict[str, Any] = {}
+    with start(arguments.model, "float32") as llm:
+        device = engines.device_name(llm.info)
+        figures["float32"] = against_reference(llm)
+        print(json.dumps(figures["float32"]), flush=True)
+        undisturbed, ample = trace_tokens(llm, requests)
+    with start(arguments.model, "float32", 2 * (longest // 16 + 2)) as llm:
+        preempted, tiny = trace_tokens(llm, requests)
+    figures["preemption"] = {
+        "requests": len(requests),
+        "output_tokens": sum(map(len, undisturbed)),
+        "different": sum(a != b for a, b in zip(undisturbed, preempted, strict=True)),
+        "ample": ample,
+        "tiny": tiny,
     }
-    record.store("same_tokens", figures["float32"]["device"], figures)
+    print(json.dumps(figures["preemption"]), flush=True)
+    with start(arguments.model, "bfloat16") as llm:
+        figures["bfloat16"] = against_reference(llm)
+    record.store("same_tokens", device, figures)
 
 
 if __name__ == "__main__":
