@@ -164,7 +164,9 @@ def test_h200_products_spill_nothing(shape, rows, monkeypatch, capfd):
         )
     )
     product = functools.partial(
-        decode_matmul, config=choose("NVIDIA H200", rows, shape), gated=len(shape) == 3
+        decode_matmul,
+        config=choose("NVIDIA H200", rows, shape, jnp.dtype(jnp.bfloat16)),
+        gated=len(shape) == 3,
     )
     assert (
         jax.jit(product).lower(x, weight).compile().memory_analysis().temp_size_in_bytes < 1 << 20

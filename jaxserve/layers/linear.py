@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.decode_matmul.api import choose
-from pallas_kernels.decode_matmul.gpu import decode_matmul
+from pallas_kernels.decode_matmul.gpu import Config, decode_matmul
 from sharding.place import Placement
 
 # With more rows both ways to write a product are equally fast on the CPU, and the transpose costs.
@@ -66,7 +66,7 @@ def gated_linear(
     bias: Float[Array, "outputs 2"] | None = None,
 ) -> Float[Array, "T outputs"]:
     """silu(x gate) * (x up), of a weight that holds gate and up in pairs."""
-    config = choose(placement.device_kind, x.shape[0], weight.shape) if bias is None else None
+    config = None if bias is not None else _config(x, weight, placement)
     if config is not None:
         return decode_matmul(x, weight, config=config, gated=True)
     pairs = linear(x, weight, placement)
@@ -77,5 +77,10 @@ def gated_linear(
 
 
 def _parts(x, matrix, placement) -> Float[Array, "S T outputs"] | None:
-    config = choose(placement.device_kind, x.shape[0], matrix.shape)
+    config = _config(x, matrix, placement)
     return None if config is None else decode_matmul(x, matrix, config=config)
+
+
+def _config(x, weight, placement) -> Config | None:
+    same = x.dtype == weight.dtype
+    return choose(placement.device_kind, x.shape[0], weight.shape, x.dtype) if same else None

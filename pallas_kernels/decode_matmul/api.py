@@ -2,6 +2,8 @@
 
 import functools
 
+import jax.numpy as jnp
+
 from pallas_kernels import dispatch
 from pallas_kernels.decode_matmul.gpu import Config
 
@@ -21,15 +23,19 @@ TUNED: dict[str, dict[tuple[int, ...], Config]] = {
 
 
 @functools.cache
-def choose(device_kind: str | None, rows: int, shape: tuple[int, ...]) -> Config | None:
-    """How a device multiplies `rows` rows with a weight [N, K], or a gated one [N, 2, K]; None
-    where the product is XLA's.
+def choose(
+    device_kind: str | None, rows: int, shape: tuple[int, ...], dtype: jnp.dtype
+) -> Config | None:
+    """How a device multiplies `rows` rows with a weight [N, K], or a gated one [N, 2, K], both of
+    `dtype`; None where the product is XLA's.
 
     What the table doesn't have is cut so that the blocks come close to one whole wave.
     """
     outputs, inputs = shape[0], shape[-1]
     gated = len(shape) == 3
     if device_kind is None or not dispatch.is_hopper(device_kind) or rows > MAX_ROWS:
+        return None
+    if dtype not in (jnp.bfloat16, jnp.float16):
         return None
     if config := TUNED.get(device_kind, {}).get(shape):
         return config

@@ -71,7 +71,8 @@ class Config:
         """Shared memory a thread block takes, near enough."""
         ring = self.stages * 2 * BLOCK * head_dim * 2
         queries = self.query_buffers * BLOCK * head_dim * 2
-        return self.pairs * (ring + queries + BLOCK * head_dim * 4) + 2048
+        out = BLOCK * head_dim * (4 if self.pairs == 1 else 4 + 2 + 2)
+        return self.pairs * (ring + queries + out) + 2048
 
 
 # What `python -m bench.kernels --sweep` found fastest: device kind -> head width, page size.
@@ -80,13 +81,13 @@ MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of the others: 132
 
 
 def default_config(spec: AttentionSpec, device_kind: str = "") -> Config:
-    """The tuned settings of this kind of device, or else as many stages as fit, 4 at most."""
+    """The tuned settings of this kind of device, or else as many stages as fit, 4 at most, and one
+    pair: two have not been measured."""
     if tuned := TUNED.get(device_kind, {}).get((spec.head_dim, spec.page_size)):
         return tuned
     blocks = MULTIPROCESSORS.get(device_kind, 132)
-    pairs = 2 if spec.head_dim <= 64 else 1
     for stages, query_buffers in ((4, 2), (3, 2), (2, 2), (2, 1)):
-        config = Config(pairs * blocks, pairs, stages, query_buffers)
+        config = Config(blocks, 1, stages, query_buffers)
         if config.shared_bytes(spec.head_dim) <= SHARED_BYTES:
             return config
     raise NotImplementedError(f"head width {spec.head_dim} does not fit shared memory")
@@ -209,7 +210,8 @@ def _scratch(config, head_dim, page_size, dtype, merge_inside, interpreted) -> d
         "queries_smem": plgpu.SMEM((queries, BLOCK, head_dim), dtype, transforms=tiled),
         "k_smem": ring,
         "v_smem": ring,
-        "out_smem": plgpu.RefUnion(*outs),
+        # Pairs are at different points: what one writes must not be another's memory.
+        "out_smem": plgpu.RefUnion(*outs) if config.pairs == 1 else outs,
         # The interpreter has no multiplication whose left side is in registers.
         "weights_smem": plgpu.SMEM(
             (config.pairs, BLOCK, BLOCK),

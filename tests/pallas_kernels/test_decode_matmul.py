@@ -60,7 +60,7 @@ SHAPES = [
 @pytest.mark.parametrize("rows", [1, 48, MAX_ROWS])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_weight_is_cut_into_blocks_that_fit(shape, rows):
-    config = choose("NVIDIA H200", rows, shape)
+    config = choose("NVIDIA H200", rows, shape, jnp.dtype(jnp.bfloat16))
     assert config is not None
     assert shape[0] % config.block_n == 0
     assert shape[-1] % (config.block_k * config.splits) == 0
@@ -69,19 +69,20 @@ def test_every_weight_is_cut_into_blocks_that_fit(shape, rows):
 
 
 @pytest.mark.parametrize(
-    ("device", "rows", "shape"),
+    ("device", "rows", "shape", "dtype"),
     [
-        ("cpu", 1, (4096, 4096)),
-        (None, 1, (4096, 4096)),
-        ("NVIDIA A100-SXM4-80GB", 1, (4096, 4096)),
-        ("NVIDIA H200", MAX_ROWS + 1, (4096, 4096)),
-        ("NVIDIA H200", 1, (128256, 4096)),
-        ("NVIDIA H200", 1, (576, 576)),
-        ("NVIDIA H200", 1, (4096, 4128)),
+        ("cpu", 1, (4096, 4096), "bfloat16"),
+        (None, 1, (4096, 4096), "bfloat16"),
+        ("NVIDIA A100-SXM4-80GB", 1, (4096, 4096), "bfloat16"),
+        ("NVIDIA H200", MAX_ROWS + 1, (4096, 4096), "bfloat16"),
+        ("NVIDIA H200", 1, (128256, 4096), "bfloat16"),
+        ("NVIDIA H200", 1, (576, 576), "bfloat16"),
+        ("NVIDIA H200", 1, (4096, 4128), "bfloat16"),
+        ("NVIDIA H200", 1, (4096, 4096), "float32"),
     ],
 )
-def test_what_is_left_to_xla(device, rows, shape):
-    assert choose(device, rows, shape) is None
+def test_what_is_left_to_xla(device, rows, shape, dtype):
+    assert choose(device, rows, shape, jnp.dtype(dtype)) is None
 
 
 def test_the_layers_take_parts_for_the_sum_they_are():
