@@ -14,17 +14,20 @@ from typing import Any, Literal, Protocol, Self
 
 from jaxserve import messages
 from jaxserve.config import EngineConfig
+from jaxserve.entry import search
 from jaxserve.entry.detokenizer import Detokenizer, StopAutomaton
 from jaxserve.entry.inputs import (
     Messages,
     Prompt,
     check_options,
+    check_search,
     check_token_ids,
     choice_seed,
     list_conversations,
     list_params,
     list_prompts,
     resolve_sampling,
+    truncate_prompt,
     with_seed,
 )
 from jaxserve.entry.request_stream import (
@@ -34,6 +37,7 @@ from jaxserve.entry.request_stream import (
     RequestStream,
     chosen_logprobs,
 )
+from jaxserve.entry.stop_patterns import compile_patterns
 from jaxserve.entry.text_model import TextModel, load_text_model
 from jaxserve.entry.tokenizer import LONG_TEXT, Tokenizer
 from jaxserve.types import (
@@ -374,13 +378,16 @@ class Client:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequest("prompt", "is empty; allowed: one token or more")
-            prompt = await self._encode(prompt, True, self.info.max_request_tokens)
+            most = self.info.max_request_tokens if params.truncate_prompt_tokens is None else None
+            prompt = await self._encode(prompt, True, most)
         token_ids = check_token_ids("prompt", prompt, self.info.vocab_size)
-        return (
-            token_ids,
-            params,
-            resolve_sampling(params, len(token_ids), self.model, self.info, default_max_tokens),
+        token_ids = truncate_prompt(token_ids, params, self.info.max_request_tokens)
+        sampling = resolve_sampling(
+            params, len(token_ids), self.model, self.info, default_max_tokens
         )
+        check_search(params, len(sampling.stop_token_ids))
+        compile_patterns(params.stop_regex)
+        return token_ids, params, sampling
 
     async def _send(
         self,
@@ -390,11 +397,13 @@ class Client:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
-        queue: Literal["refuse", "wait"] = "refuse",
+        queue: Literal["refuse", "wait", "pass"] = "refuse",
     ) -> RequestStream:
+        """`queue` "pass": goes in whatever is in flight, as a part of what is counted already."""
         token_ids, params, sampling = prepared
+        width = max(params.n, params.best_of or 0)
         # A request with more choices than the limit may still run alone.
-        while self._choices and len(self._choices) + params.n > self.max_in_flight:
+        while queue != "pass" and self._choices and len(self._choices) + width > self.max_in_flight:
             if queue == "refuse":
                 raise QueueFull(self.max_in_flight)
             self._room.clear()
@@ -404,20 +413,26 @@ class Client:
         assert self._handle is not None
         if request_id is None:
             request_id = uuid.uuid4().hex
-        check_options(request_id, priority, cache_salt)
+        check_options(request_id, priority, cache_salt, self.config.policy)
         wire_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
         if request_id in self._streams or not self._choices.keys().isdisjoint(wire_ids):
             raise InvalidRequest("request_id", f"{request_id!r} is in flight already")
-        stream = RequestStream(request_id, token_ids, params, arrival_s, self._break_off)
-        tokenizer = self.model.tokenizer
+        observer = NoObserver() if queue == "pass" else self._observer
+        stream = RequestStream(request_id, token_ids, params, arrival_s, self._break_off, observer)
+        echo = self.tokenizer.decode(token_ids) if params.echo else ""
         stops = StopAutomaton(params.stop) if params.stop else None
+        patterns = compile_patterns(params.stop_regex)
         for index, wire_id in enumerate(wire_ids):
-            detokenizer = tokenizer and Detokenizer(tokenizer, token_ids, stops, params.min_tokens)
-            choice = ChoiceState(stream, index, wire_id, detokenizer)
+            detokenizer = self._detokenizer(token_ids, params, stops, patterns)
+            choice = ChoiceState(stream, index, wire_id, detokenizer, echo)
             stream.choices.append(choice)
             self._choices[wire_id] = choice
         self._streams[request_id] = stream
-        self._observer.on_request_start(len(token_ids), params.n)
+        observer.on_request_start(len(token_ids), params.n)
+        if search.is_search(params):
+            options = {"priority": priority, "cache_salt": cache_salt}
+            stream.search = asyncio.ensure_future(self._search(stream, sampling, options))
+            return stream
         for choice in stream.choices:
             request = Request(
                 request_id=choice.wire_id,
@@ -429,6 +444,50 @@ class Client:
             )
             self._handle.client_end.send(messages.Submit(request))
         return stream
+
+    def _detokenizer(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        stops: StopAutomaton | None,
+        patterns: Sequence[Any],
+    ) -> Detokenizer | None:
+        tokenizer = self.model.tokenizer
+        return tokenizer and Detokenizer(
+            tokenizer,
+            prompt_token_ids,
+            stops,
+            params.min_tokens,
+            patterns=patterns,
+            keep_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+        )
+
+    async def _search(
+        self, stream: RequestStream, sampling: TokenSampling, options: Mapping[str, Any]
+    ) -> None:
+        """Finds the choices of a request for beam search or `best_of`, by requests of its own."""
+
+        async def ask(
+            token_ids: list[int], params: SamplingParams, sampling: TokenSampling
+        ) -> RequestOutput:
+            prepared = (token_ids, params, sampling)
+            inner = await self._send(prepared, stream.arrival_s, queue="pass", **options)
+            return await inner.result()
+
+        try:
+            found = await search.run(stream.prompt_token_ids, stream.params, sampling, ask)
+        except Exception as error:
+            while isinstance(error, ExceptionGroup):  # of the beams of a step
+                error = error.exceptions[0]
+            stream.search = None
+            self._fail(stream, error)
+            return
+        stream.search = None
+        stream.num_unseen_tokens = found.num_unseen_tokens
+        now_s = time.monotonic()
+        for choice, outputs in zip(stream.choices, found.choices, strict=True):
+            self._accept(choice, outputs, now_s)
 
     async def generate(
         self,
@@ -452,7 +511,7 @@ class Client:
             await self._prepare(prompt, each)
             for prompt, each in zip(listed, list_params(params, len(listed)), strict=True)
         ]
-        most_choices = max((one[1].n for one in prepared), default=1)
+        most_choices = max((max(p.n, p.best_of or 0) for _, p, _ in prepared), default=1)
         window = asyncio.Semaphore(max(1, self.max_in_flight // most_choices))
 
         async def run(one: Prepared) -> RequestOutput:
@@ -567,7 +626,11 @@ class Client:
         if output.finish_reason == "error":
             self._fail(stream, RequestFailed(output.error or "the engine gave the request up"))
             return
-        token_ids, text = choice.take(output)
+        try:
+            token_ids, text = choice.take(output)
+        except RequestFailed as error:
+            self._fail(stream, error)
+            return
         if choice.finish_reason is not None and output.finish_reason is None:
             self._abort_in_engine([choice])  # a stop string: the engine doesn't know
         logprobs = None
@@ -577,9 +640,9 @@ class Client:
         if token_ids:
             if stream.first_token_s is None:
                 stream.first_token_s = now_s - stream.arrival_s
-                self._observer.on_first_token(stream.first_token_s)
+                stream.observer.on_first_token(stream.first_token_s)
             last_s, choice.last_s = choice.last_s, now_s
-            self._observer.on_tokens(len(token_ids), None if last_s is None else now_s - last_s)
+            stream.observer.on_tokens(len(token_ids), None if last_s is None else now_s - last_s)
         if choice.finish_reason is not None:
             self._book_out(choice)
         stream.deliver(choice, text, token_ids, logprobs)
@@ -597,7 +660,7 @@ class Client:
             del self._streams[stream.request_id]
             reason = stream.choices[0].finish_reason
             assert reason is not None
-            self._observer.on_request_finish(
+            stream.observer.on_request_finish(
                 reason, stream.usage(), time.monotonic() - stream.arrival_s
             )
             request_log.info("%s", stream.log_line())
@@ -605,7 +668,7 @@ class Client:
     def _break_off(self, stream: RequestStream) -> None:
         """Ends what still runs of a request, here and in the engine; its reader gets the rest."""
         running = stream.running()
-        self._abort_in_engine(running)
+        self._end_work(stream, running)
         for choice in running:
             text = choice.finish("abort")
             self._book_out(choice)
@@ -615,11 +678,17 @@ class Client:
         """Ends a request: its reader gets the deltas that there are, then the error."""
         stream.error = error
         running = stream.running()
-        self._abort_in_engine(running)
+        self._end_work(stream, running)
         for choice in running:
             choice.finish("error")
             self._book_out(choice)
         stream.wake()
+
+    def _end_work(self, stream: RequestStream, running: Sequence[ChoiceState]) -> None:
+        if stream.search is not None:
+            stream.search.cancel()  # which ends its own requests
+        else:
+            self._abort_in_engine(running)
 
     def _abort_in_engine(self, choices: Sequence[ChoiceState]) -> None:
         if choices and self._handle is not None and self._death is None:

@@ -35,6 +35,8 @@ class Record:
         self.request_id = request_id
         self.verb = verb
         self.created = int(time.time())
+        self.user: str | None = None
+        """Whom the request says that it is for."""
         self.streams: list[RequestStream] = []
         self.finish_reasons: list[FinishReason] = []
         self._front = front
@@ -43,13 +45,21 @@ class Record:
         self._ended = False
 
     async def open(
-        self, prompt: Prompt, params: SamplingParams, default_max_tokens: int | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        default_max_tokens: int | None,
+        priority: int = 0,
     ) -> RequestStream:
         """Sends one of the request's prompts to the engine. Raises: what `Client.open` raises."""
         number = len(self.streams)
         request_id = f"{self.request_id}-{number}" if number else self.request_id
         stream = await self._front.engine().open(
-            prompt, params, request_id=request_id, default_max_tokens=default_max_tokens
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            default_max_tokens=default_max_tokens,
         )
         self.streams.append(stream)
         return stream
@@ -59,12 +69,14 @@ class Record:
         for stream in self.streams:
             await stream.aclose()
 
-    def usage(self) -> Usage:
-        """Of all prompts, so far."""
+    def usage(self, num_told: int | None = None) -> Usage:
+        """Of all prompts, so far; with `num_told`, as if these were all generated tokens."""
         usages = [stream.usage() for stream in self.streams]
         return Usage(
             prompt_tokens=sum(u.prompt_tokens for u in usages),
-            completion_tokens=sum(u.completion_tokens for u in usages),
+            completion_tokens=sum(u.completion_tokens for u in usages)
+            if num_told is None
+            else num_told,
             cached_tokens=sum(u.cached_tokens for u in usages),
         )
 
@@ -90,6 +102,8 @@ class Record:
         self._ended = True
         self._front.forget(self)
         parts = [self.verb, self.request_id, status]
+        if self.user is not None:
+            parts.append(f"user={self.user[:60]!r}")
         if failure is not None:
             # The parameter's name, not the message: a message quotes what the client sent.
             parts.append(f"error={failure.code or failure.type}")

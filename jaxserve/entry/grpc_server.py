@@ -30,6 +30,11 @@ log = logging.getLogger("jaxserve.grpc")
 SERVICE = "jaxserve.v1.Inference"
 ROLES = typing.get_args(ChatMessage.model_fields["role"].annotation)
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+EARLY_STOPPING = {
+    pb.EARLY_STOPPING_FALSE: False,
+    pb.EARLY_STOPPING_TRUE: True,
+    pb.EARLY_STOPPING_NEVER: "never",
+}
 OPTIONAL_SAMPLING = tuple(
     field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence
 )
@@ -82,8 +87,15 @@ def optional(message: Message, name: str) -> Any:
 def read_sampling(message: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidRequest naming the field."""
     given = {name: optional(message, name) for name in OPTIONAL_SAMPLING}
+    if given["early_stopping"] is not None:
+        given["early_stopping"] = EARLY_STOPPING.get(given["early_stopping"])
+        if given["early_stopping"] is None:
+            raise InvalidRequest("early_stopping", "is a number without a name")
     return sampling_params(
-        **given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids)
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        stop_regex=tuple(message.stop_regex),
     )
 
 
@@ -132,7 +144,8 @@ class Inference:
             if kind is None:
                 raise InvalidRequest("prompt", "is not set; allowed: text or tokens")
             prompt = request.text if kind == "text" else list(request.tokens.ids)
-            return await record.open(prompt, read_sampling(request.sampling), COMPLETION_MAX_TOKENS)
+            params = read_sampling(request.sampling)
+            return await record.open(prompt, params, COMPLETION_MAX_TOKENS, request.priority)
 
         await self._stream("grpc Generate", "gen", request, context, start)
 
@@ -154,7 +167,7 @@ class Inference:
                 messages.append(checked.template_message())
             params = read_sampling(request.sampling)
             prompt = await self._front.engine().chat_prompt(messages)
-            return await record.open(prompt, params, None)
+            return await record.open(prompt, params, None, request.priority)
 
         await self._stream("grpc Chat", "chat", request, context, start)
 

@@ -275,8 +275,11 @@ class Job:
 
     async def open(self) -> None:
         """Sends all prompts to the engine. Raises: what is wrong with any of them."""
+        self.record.user = self.body.user
         for prompt in self._prompts:
-            await self.record.open(prompt, self._params, self.body.default_max_tokens)
+            await self.record.open(
+                prompt, self._params, self.body.default_max_tokens, self.body.priority or 0
+            )
 
     async def whole(self) -> dict[str, Any]:
         """Runs all of it and returns the answer's body."""
@@ -289,12 +292,15 @@ class Job:
     async def events(self) -> AsyncGenerator[bytes]:
         """The server-sent events of the whole answer, once it is open."""
         record, reply, n = self.record, self.reply, self._params.n
-        num_choices = n * len(self._prompts)
+        num_choices, num_told = n * len(self._prompts), 0
         if first := reply.first_chunks(num_choices):
             yield b"".join(event(chunk) for chunk in first)
         async with contextlib.aclosing(merge(record.streams)) as deltas:
             async for i, delta in deltas:
                 record.note(len(delta.token_ids), delta.finish_reason)
+                num_told += len(delta.token_ids)
+                if self.body.continuous_usage:
+                    reply.envelope["usage"] = schema.usage_body(record.usage(num_told))
                 if chunks := reply.chunks(i * n + delta.index, delta):
                     yield b"".join(event(chunk) for chunk in chunks)
         if self.body.include_usage:

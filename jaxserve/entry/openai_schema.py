@@ -14,6 +14,7 @@ from pydantic import ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
 
 from jaxserve.entry.failures import HttpFailure, UnsupportedParameter
+from jaxserve.entry.search import is_search
 from jaxserve.types import (
     MAX_LOGPROBS,
     Choice,
@@ -182,6 +183,9 @@ class Body(pydantic.BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: usage so far in every chunk."
+    )
     include_obfuscation: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
 
 
@@ -197,7 +201,7 @@ class SamplingBody(Body):
     seed: int | None = Field(None, description="Same seed, same prompt: same tokens.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Accepted; has no effect.")
+    user: str | None = Field(None, description="Named in the request's log line.")
     # Extensions, with vLLM's names.
     top_k: int | None = Field(None, description="Keep the k likeliest tokens; 0 or -1: all.")
     min_p: float | None = Field(
@@ -206,24 +210,39 @@ class SamplingBody(Body):
     min_tokens: int | None = Field(None, description="No end before this many tokens.")
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-text token.")
     stop_token_ids: TokenIds | None = Field(None, description="Generation ends at any of these.")
+    best_of: int | None = Field(
+        None, description="Choices to generate, of which the n likeliest are returned."
+    )
+    stop_regex: Stop = ()
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Keep the stop string at the end of the text."
+    )
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; true when not given."
+    )
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="Spaces that the tokenizer puts there; none of those served does."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, description="Keep this many of the prompt's last tokens; -1: what fits."
+    )
+    stream_interval: int | None = Field(None, description="Stream this many tokens at a time.")
+    priority: int | None = Field(
+        None, description="Lower runs first; needs the server's policy 'priority'."
+    )
+    use_beam_search: bool | None = Field(None, description="Search with best_of beams.")
+    length_penalty: float | None = Field(None, description="Of beam search.")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beam search.")
     # Known elsewhere, not supported yet.
     presence_penalty: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
     frequency_penalty: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
     repetition_penalty: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
-    length_penalty: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
     logit_bias: only({}) = None  # pyright: ignore[reportInvalidTypeForm]
     typical_p: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
     no_repeat_ngram_size: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
-    use_beam_search: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
     allowed_token_ids: only() = None  # pyright: ignore[reportInvalidTypeForm]
     bad_words: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-    stop_regex: only([], "") = None  # pyright: ignore[reportInvalidTypeForm]
-    include_stop_str_in_output: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
-    skip_special_tokens: only(True) = None  # pyright: ignore[reportInvalidTypeForm]
-    spaces_between_special_tokens: only(True) = None  # pyright: ignore[reportInvalidTypeForm]
     prompt_logprobs: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    truncate_prompt_tokens: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    priority: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
     cache_salt: only() = None  # pyright: ignore[reportInvalidTypeForm]
     response_format: only({"type": "text"}) = None  # pyright: ignore[reportInvalidTypeForm]
     guided_json: only() = None  # pyright: ignore[reportInvalidTypeForm]
@@ -239,10 +258,22 @@ class SamplingBody(Body):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "is only allowed when stream is true")
-        return sampling_params(
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
+
+    def _sampling(
+        self, max_tokens: int | None, logprobs: int | None, **more: Any
+    ) -> SamplingParams:
+        if self.stream_options is not None:
+            if not self.stream:
+                raise InvalidRequest("stream_options", "is only allowed when stream is true")
+            if self.stream_options.continuous_usage_stats and not self.include_usage:
+                raise InvalidRequest("stream_options.continuous_usage_stats", "needs include_usage")
+        if self.stream_interval is not None and not self.stream:
+            raise InvalidRequest("stream_interval", "is only allowed when stream is true")
+        params = sampling_params(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             temperature=self.temperature,
@@ -255,7 +286,23 @@ class SamplingBody(Body):
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             n=self.n,
+            **{name: getattr(self, name) for name in TEXT_FIELDS},
+            **more,
         )
+        if self.stream and is_search(params):
+            field = "use_beam_search" if params.use_beam_search else "best_of"
+            raise InvalidRequest(
+                field, "can't be streamed: what is best is known at the end; allowed: stream false"
+            )
+        return params
+
+
+TEXT_FIELDS = (
+    "best_of", "stop_regex", "include_stop_str_in_output", "skip_special_tokens",
+    "spaces_between_special_tokens", "truncate_prompt_tokens", "stream_interval",
+    "use_beam_search", "length_penalty", "early_stopping",
+)  # fmt: skip
+"""Of a body and of SamplingParams: what concerns text and choices, not the device."""
 
 
 def sampling_params(**given: Any) -> SamplingParams:
@@ -273,13 +320,14 @@ class CompletionRequest(SamplingBody):
     logprobs: int | None = Field(
         None, description=f"Likeliest tokens to report, 0 to {MAX_LOGPROBS}."
     )
-    echo: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
-    best_of: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
+    echo: bool | None = Field(None, description="Begin the text with the prompt.")
     suffix: only("") = None  # pyright: ignore[reportInvalidTypeForm]
 
     def sampling(self) -> SamplingParams:
         """Raises InvalidRequest naming the field."""
-        params = self._sampling(self.max_tokens, self.logprobs)
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo", "can't be given with logprobs")
+        params = self._sampling(self.max_tokens, self.logprobs, echo=self.echo)
         if len(self.prompt) * params.n > MAX_PROMPTS:
             raise InvalidRequest(
                 "n", f"is {params.n} for {len(self.prompt)} prompts; allowed: {MAX_PROMPTS} in all"
