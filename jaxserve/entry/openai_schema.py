@@ -464,9 +464,11 @@ def parse[B: Body](kind: type[B], body: bytes) -> B:
 def _location(parts: Sequence[int | str]) -> str:
     """`messages[0].content` of ("messages", 0, "content"); names of union members are left out."""
     text = ""
-    for part in parts:
+    for i, part in enumerate(parts):
         if isinstance(part, int):
             text += f"[{part}]"
+        elif part[:1].isupper() and i < len(parts) - 1:
+            pass  # a model's name
         elif part not in ("str", "list[TextPart]") and "[" not in part:
             text += f".{part}" if text else part
     return text

@@ -324,6 +324,10 @@ class RequestStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def texts(self) -> list[str]:
+        """The text of each choice so far."""
+        return ["".join(choice.pieces) for choice in self.choices]
+
     def log_line(self) -> str:
         """How the request went, without its text."""
         usage = self.usage()

@@ -119,7 +119,7 @@ async def search_beams(
         )
         if num_cached is None:
             num_cached = output.usage.cached_tokens
-        (token,) = output.choices[0].logprobs or ()
+        token = (output.choices[0].logprobs or [])[0]
         return [(token_id, logprob) for _, token_id, logprob in token.top]
 
     running, finished = [Beam()], list[tuple[float, Beam]]()
