@@ -187,6 +187,12 @@ class ServerConfig:
     restart_engine: bool = setting(
         False, "start the engine anew when it dies, instead of exiting with an error"
     )
+    tool_call_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "deepseek"
+    ] = setting("auto", "format of the model's tool calls; auto: what its chat template shows")
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = setting(
+        "auto", "format of the model's thinking; auto: what its chat template shows"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "least severe log line to print"
     )
@@ -211,10 +217,12 @@ class ServerConfig:
         check_range(self, "grace_s", 0)
         check_range(self, "max_body_bytes", 1024)
         if not all(key.strip() == key != "" and key.isascii() for key in self.api_key):
-            raise ConfigError("api_key has one that is empty, or not ASCII, or has spaces around it")
+            raise ConfigError(
+                "api_key has one that is empty, or not ASCII, or has spaces around it"
+            )
 
     def all_api_keys(self) -> tuple[str, ...]:
-        """Those given, and those of the file. Raises: ConfigError if it can't be read or is empty."""
+        """Those given, and those of the file. Raises: ConfigError if that can't be read."""
         if self.api_key_file is None:
             return self.api_key
         try:

@@ -28,7 +28,7 @@ from jaxserve.types import ChosenLogprob, Delta, InvalidRequest, SamplingParams
 log = logging.getLogger("jaxserve.grpc")
 
 SERVICE = "jaxserve.v1.Inference"
-ROLES = typing.get_args(ChatMessage.model_fields["role"].annotation)
+ROLES = ("system", "developer", "user", "assistant")
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 EARLY_STOPPING = {
     pb.EARLY_STOPPING_FALSE: False,
@@ -163,7 +163,7 @@ class Inference:
                     )
                 # Checked above: its type is a union of literals, which pyright can't see.
                 role: Any = message.role
-                checked = ChatMessage(role=role, content=message.content)
+                checked = ChatMessage.model_construct(role=role, content=message.content)
                 messages.append(checked.template_message())
             params = read_sampling(request.sampling)
             prompt = await self._front.engine().chat_prompt(messages)

@@ -15,8 +15,9 @@ from starlette.types import ASGIApp
 from jaxserve.config import ServerConfig
 from jaxserve.entry import openai_schema as schema
 from jaxserve.entry import sglang
+from jaxserve.entry.chat_format import ChatFormat, Message
 from jaxserve.entry.failures import HttpFailure, describe
-from jaxserve.entry.front import Front
+from jaxserve.entry.front import Front, Record
 from jaxserve.entry.http_guard import guard
 from jaxserve.entry.http_io import (
     ClientGone,
@@ -74,12 +75,7 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
         async def prepare() -> CompletionJob:
             body = await read(request, schema.ChatRequest)
             front.check_model(body.model)
-            reply = schema.ChatCompletion(
-                record.request_id, front.model_name, record.created, stream=bool(body.stream)
-            )
-            params = body.sampling()
-            prompt = await front.engine().chat_prompt(body.template_messages())
-            return CompletionJob(record, reply, body, params, [prompt])
+            return await chat_job(front, settings, record, body)
 
         return await answer(request, record, prepare)
 
@@ -150,6 +146,37 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
         api_keys=settings.all_api_keys(),
         cors_origins=settings.cors_origin,
     )
+
+
+async def chat_job(
+    front: Front, settings: ServerConfig, record: Record, body: schema.ChatRequest
+) -> CompletionJob:
+    """A chat request, with its prompt. Raises: InvalidRequest, EngineDead."""
+    engine = front.engine()
+    form = ChatFormat(
+        engine,
+        settings,
+        body.template_tools(),
+        body.chosen_tool(),
+        separates_reasoning=body.separate_reasoning is not False,
+    )
+    params = form.adjust(body.sampling())
+    variables = {**body.template_variables(), **form.template}
+    prompt = await engine.chat_prompt(body.template_messages(), **variables)
+    parser, id_of_call = form.parsers(prompt), form.id_of_call
+
+    def message() -> Message:
+        return Message(
+            parser(),
+            id_of_call,
+            shows_reasoning=body.include_reasoning is not False,
+            has_one_call=body.parallel_tool_calls is False,
+        )
+
+    reply = schema.ChatCompletion(
+        record.request_id, front.model_name, record.created, bool(body.stream), message
+    )
+    return CompletionJob(record, reply, body, params, [prompt])
 
 
 def _openapi(app: fastapi.FastAPI) -> dict[str, Any]:

@@ -28,9 +28,7 @@ class ClientGone(Exception):
     """The client closed its connection before it had its answer."""
 
 
-def begin(
-    front: Front, request: Request, prefix: str, request_id: str | None = None
-) -> Record:
+def begin(front: Front, request: Request, prefix: str, request_id: str | None = None) -> Record:
     """A record of `request`, with an id of its own that begins with `prefix` unless it has one.
 
     Raises: InvalidRequest for an id that is in flight.

@@ -6,13 +6,15 @@ value asks for nothing (`presence_penalty: 0`). A field that isn't named here is
 Imports no jax.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
 
+from jaxserve.entry.chat_format import Message
 from jaxserve.entry.failures import HttpFailure, UnsupportedParameter
 from jaxserve.entry.search import is_search
 from jaxserve.types import (
@@ -343,27 +345,95 @@ class TextPart(Body):
 type TextParts = Annotated[list[TextPart], FailFast()]
 
 
+class FunctionCall(Body):
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionSpec(Body):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | TextParts
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | TextParts | None = None
     name: str | None = None
+    reasoning_content: str | None = Field(None, description="An assistant's thinking, as it was.")
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = Field(None, description="Of the call that a tool's message answers.")
     refusal: only() = None  # pyright: ignore[reportInvalidTypeForm]
     audio: only() = None  # pyright: ignore[reportInvalidTypeForm]
     annotations: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-    reasoning_content: only("") = None  # pyright: ignore[reportInvalidTypeForm]
-    tool_calls: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-    tool_call_id: only() = None  # pyright: ignore[reportInvalidTypeForm]
     function_call: only() = None  # pyright: ignore[reportInvalidTypeForm]
 
-    def template_message(self) -> dict[str, str]:
-        """The message as chat templates expect it; `developer` is the newer name of `system`."""
+    def template_message(self, where: str = "message") -> dict[str, Any]:
+        """The message as chat templates expect it; `developer` is the newer name of `system`.
+
+        Raises: InvalidRequest naming what is wrong with the message at `where`.
+        """
         content = self.content
+        if content is None:
+            if self.role != "assistant" or not (self.tool_calls or self.reasoning_content):
+                raise InvalidRequest(f"{where}.content", "is missing; allowed: text")
+            content = ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
+        for field, owner in (
+            ("reasoning_content", "assistant"), ("tool_calls", "assistant"),
+            ("tool_call_id", "tool"),
+        ):  # fmt: skip
+            if getattr(self, field) and self.role != owner:
+                raise InvalidRequest(f"{where}.{field}", f"is only allowed of role {owner}")
+        if self.role == "tool":
+            if not self.tool_call_id:
+                raise InvalidRequest(f"{where}.tool_call_id", "is missing; allowed: a call's id")
+            message["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             message["name"] = self.name
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [
+                _template_call(call, f"{where}.tool_calls[{i}]")
+                for i, call in enumerate(self.tool_calls)
+            ]
         return message
+
+
+def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what templates write as JSON."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        raise InvalidRequest(f"{where}.function.arguments", "is not JSON") from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 class ChatRequest(SamplingBody):
@@ -376,9 +446,18 @@ class ChatRequest(SamplingBody):
     prompt_cache_key: str | None = Field(
         None, description="Accepted; every prefix is cached without it."
     )
-    parallel_tool_calls: bool | None = Field(None, description="No effect without tools.")
-    tools: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-    tool_choice: only("none", "auto") = None  # pyright: ignore[reportInvalidTypeForm]
+    tools: Annotated[list[Tool], FailFast()] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: at most one call; no effect without tools."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables for the model's chat template."
+    )
+    separate_reasoning: bool | None = Field(
+        None, description="false: the model's thinking stays where it is, in the content."
+    )
+    include_reasoning: bool | None = Field(None, description="false: it is left out.")
     functions: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
     function_call: only("none", "auto") = None  # pyright: ignore[reportInvalidTypeForm]
     modalities: only(["text"]) = None  # pyright: ignore[reportInvalidTypeForm]
@@ -394,7 +473,6 @@ class ChatRequest(SamplingBody):
     continue_final_message: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
     add_special_tokens: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
     chat_template: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    chat_template_kwargs: only({}) = None  # pyright: ignore[reportInvalidTypeForm]
 
     def sampling(self) -> SamplingParams:
         """Raises InvalidRequest naming the field."""
@@ -418,8 +496,44 @@ class ChatRequest(SamplingBody):
                 raise InvalidRequest("max_completion_tokens", error.message) from None
             raise
 
-    def template_messages(self) -> list[dict[str, str]]:
-        return [message.template_message() for message in self.messages]
+    def template_messages(self) -> list[dict[str, Any]]:
+        """Raises: InvalidRequest naming the message that is wrong."""
+        return [
+            message.template_message(f"messages[{i}]") for i, message in enumerate(self.messages)
+        ]
+
+    def template_variables(self) -> dict[str, Any]:
+        """Raises: InvalidRequest for one that is not the client's to set."""
+        variables = self.chat_template_kwargs or {}
+        for name in ("messages", "tools", "documents", "add_generation_prompt"):
+            if name in variables:
+                raise InvalidRequest("chat_template_kwargs", f"has {name!r}, which is set already")
+        return variables
+
+    def template_tools(self) -> list[dict[str, Any]]:
+        """Raises: InvalidRequest for two tools of one name."""
+        tools: list[dict[str, Any]] = []
+        for tool in self.tools or ():
+            function = {name: value for name, value in tool.function if value is not None}
+            tools.append({"type": "function", "function": function})
+        names = [tool["function"]["name"] for tool in tools]
+        if len(set(names)) < len(names):
+            raise InvalidRequest("tools", "has two functions of one name")
+        return tools
+
+    def chosen_tool(self) -> Literal["none", "auto", "required"] | tuple[str]:
+        """`tool_choice` decided. Raises: InvalidRequest for a tool that there isn't."""
+        choice, names = self.tool_choice, {tool.function.name for tool in self.tools or ()}
+        if choice is None:
+            return "auto"
+        if isinstance(choice, str):
+            if choice == "required" and not names:
+                raise InvalidRequest("tool_choice", "is 'required', and there are no tools")
+            return choice
+        if choice.function.name not in names:
+            name = choice.function.name
+            raise InvalidRequest("tool_choice", f"names {name!r}, which is none of the tools")
+        return (choice.function.name,)
 
 
 class TokenizeRequest(Body):
@@ -599,17 +713,30 @@ class ChatCompletion(Completion):
 
     kind = "chat.completion"
 
-    def __init__(self, id: str, model: str, created: int, stream: bool):
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        created: int,
+        stream: bool,
+        message: Callable[[], Message],
+    ):
+        """`message`: makes what each choice's text becomes."""
         super().__init__(id, model, created)
         if stream:
             self.envelope["object"] = "chat.completion.chunk"
+        self._message = message
+        self._messages: dict[int, Message] = {}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message = self._message()
+        message.push(choice.text)
+        message.finish()
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message.body(),
             "logprobs": chat_logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": _finish_reason(choice.finish_reason, message),
             "stop_reason": choice.stop_reason,
         }
 
@@ -620,16 +747,19 @@ class ChatCompletion(Completion):
         ]
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        chunks: list[dict[str, Any]] = []
-        if delta.text or delta.logprobs:
-            logprobs = chat_logprobs(delta.logprobs)
-            chunks.append(self._chunk(index, {"content": delta.text}, logprobs))
+        message = self._messages.setdefault(index, self._message())
+        events = message.push(delta.text)
         if delta.finish_reason is not None:
-            chunks.append(
-                self._chunk(
-                    index, {}, None, delta.finish_reason, {"stop_reason": delta.stop_reason}
-                )
-            )
+            events += message.finish()
+        deltas = [message.delta(event) for event in events]
+        if delta.logprobs and not deltas:
+            deltas.append({"content": ""})
+        logprobs = [chat_logprobs(delta.logprobs), *[None] * len(deltas)]
+        chunks = [self._chunk(index, each, logprobs[i]) for i, each in enumerate(deltas)]
+        if delta.finish_reason is not None:
+            reason = _finish_reason(delta.finish_reason, message)
+            more = {"stop_reason": delta.stop_reason}
+            chunks.append(self._chunk(index, {}, None, reason, more))
         return chunks
 
     def _chunk(
@@ -648,6 +778,10 @@ class ChatCompletion(Completion):
             **(more or {}),
         }
         return {**self.envelope, "choices": [choice]}
+
+
+def _finish_reason(reason: str, message: Message) -> str:
+    return "tool_calls" if reason == "stop" and message.calls else reason
 
 
 def model_body(name: str, info: EngineInfo, created: int) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class GenerateRequest(Body):
         elif self.top_logprobs_num or self.return_text_in_logprobs:
             name = "top_logprobs_num" if self.top_logprobs_num else "return_text_in_logprobs"
             raise InvalidRequest(name, "needs return_logprob")
-        bodies = self.sampling_params or SglangSampling()
+        bodies = self.sampling_params or SglangSampling.model_construct()
         if isinstance(bodies, SglangSampling):
             bodies = [bodies] * count
         if len(bodies) != count:

@@ -39,9 +39,7 @@ async def test_the_second_call_has_the_firsts_prefix_from_the_cache(tiny_folder)
             body = {"text": FIRST, "sampling_params": params}
             # as curl sends it: -H 'Content-Type: application/json' -d '...'
             headers = {"content-type": "application/json"}
-            first = (
-                await http.post("/generate", content=json.dumps(body), headers=headers)
-            ).json()
+            first = (await http.post("/generate", content=json.dumps(body), headers=headers)).json()
             assert first["meta_info"]["completion_tokens"] == 30
             assert first["meta_info"]["cached_tokens"] == 0
             ids = (await http.post("/tokenize", json={"prompt": FIRST})).json()["tokens"]

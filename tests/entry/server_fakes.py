@@ -35,7 +35,7 @@ TEMPLATE = (
 REPLY = "Hello, wörld! "
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """One token a byte, and <s> and </s>."""
     alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
     backend = hf.Tokenizer(hf.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -46,7 +46,7 @@ def byte_tokenizer() -> Tokenizer:
         backend,
         bos_token="<s>",
         eos_token="</s>",
-        chat_template=ChatTemplate(TEMPLATE, bos_token="<s>", eos_token="</s>"),
+        chat_template=ChatTemplate(template, bos_token="<s>", eos_token="</s>"),
     )
 
 
@@ -210,9 +210,13 @@ class Served:
 
 
 def fake_client_maker(
-    engines: list[FakeEngine], set_up: Callable[[FakeEngine], None], reply: str, **info: Any
+    engines: list[FakeEngine],
+    set_up: Callable[[FakeEngine], None],
+    reply: str = REPLY,
+    template: str = TEMPLATE,
+    **info: Any,
 ) -> Any:
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(template)
 
     def make_client(config: EngineConfig, observer: Any, on_progress: Any) -> Client:
         async def start_engine(config: EngineConfig, process: Any) -> FakeEngine:
@@ -240,6 +244,7 @@ async def serving(
     *,
     set_up: Callable[[FakeEngine], None] = lambda engine: None,
     reply: str = REPLY,
+    template: str = TEMPLATE,
     max_queue: int = 8,
     info: dict[str, Any] | None = None,
     **settings: Any,
@@ -250,7 +255,7 @@ async def serving(
     server = Server(
         EngineConfig(model="tiny", max_queue=max_queue),
         ServerConfig(**{"port": 0, "grpc_port": 0, "grace_s": 0.2, **settings}),
-        make_client=fake_client_maker(engines, set_up, reply, **(info or {})),
+        make_client=fake_client_maker(engines, set_up, reply, template, **(info or {})),
         out=out,
     )
     served = Served(server, engines, out)

@@ -1,6 +1,7 @@
 """SGLang's native API over a fake engine."""
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -107,13 +108,15 @@ async def test_streams_are_cumulative_and_end_as_the_whole(shared):
     whole = (await http.post("/generate", json=body)).json()
     chunks = events((await http.post("/generate", json={**body, "stream": True})).text)
     texts = [chunk["text"] for chunk in chunks]
-    assert all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False))
+    assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
     assert chunks[-1]["text"] == whole["text"]
     assert chunks[-1]["output_ids"] == whole["output_ids"]
     assert chunks[-1]["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
     assert all(chunk["meta_info"]["finish_reason"] is None for chunk in chunks[:-1])
     body = {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 3, "n": 2}, "stream": True}
-    last = {chunk["index"]: chunk for chunk in events((await http.post("/generate", json=body)).text)}
+    last = {
+        chunk["index"]: chunk for chunk in events((await http.post("/generate", json=body)).text)
+    }
     assert {index: chunk["text"] for index, chunk in last.items()} == dict.fromkeys(
         range(4), REPLY[:3]
     )
