@@ -127,6 +127,9 @@ class EngineConfig:
         0.9, "share of the device's memory for weights, steps and KV (of what is free, on CPU)"
     )
     prefix_cache: bool = setting(True, "share computed prefixes between requests")
+    embeddings: bool = setting(
+        False, "also serve embeddings: steps that read prompts give their hidden states too"
+    )
     overlap: bool = setting(True, "send the next step before the last one's tokens are read")
     compile_cache: str | None = setting(
         None, "folder that keeps compiled steps; default: in the cache folder; 'off': none"

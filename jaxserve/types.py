@@ -20,6 +20,8 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_SEED = 2**63 - 1
 
+Pooling = Literal["last", "mean"]
+"""Of a prompt's hidden states after the last norm: that of its last token, or their mean."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -300,6 +302,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Requests share computed prefixes only with requests of the same salt."""
     adapter: str = ""
+    pooling: Pooling | None = None
+    """The request is for an embedding: it ends with its prompt."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -323,6 +327,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache, at first admission."""
     logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes | None = None
+    """f32[D], little-endian, of a request with `pooling`."""
     error: str | None = None
     """Why, when finish_reason is `error`."""
 

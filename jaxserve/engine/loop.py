@@ -15,9 +15,18 @@ import time
 import msgspec
 
 from jaxserve import messages
+from jaxserve.engine.pooling import PooledParts
 from jaxserve.execution.runner import Pending, Runner
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.sequence import Sequence
 from jaxserve.types import EngineStats, InvalidRequest, TokenOutput
+
+
+def _embedding(sequence: Sequence) -> bytes | None:
+    pooling = sequence.request.pooling
+    if pooling is None:
+        return None
+    return sequence.pooled.result(pooling, sequence.num_prompt).tobytes()
 
 
 class Engine:
@@ -74,6 +83,9 @@ class Engine:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             collected = self._runner.collect(pending)
+            for row, last, total in collected.pooled:
+                parts = row.sequence.pooled = row.sequence.pooled or PooledParts()
+                parts.add(row.start, row.start + row.num_tokens, last, total)
             for committed in self._scheduler.commit(pending.batch, collected.tokens):
                 sequence = committed.sequence
                 logprobs = collected.logprobs[committed.index]
@@ -87,6 +99,7 @@ class Engine:
                         finish_reason=committed.finish_reason,
                         num_cached_tokens=sequence.num_cached,
                         logprobs=None if logprobs is None else [logprobs],
+                        embedding=_embedding(sequence),
                     )
                 )
         outputs += self._refused

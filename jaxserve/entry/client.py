@@ -10,7 +10,9 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
+
+import numpy as np
 
 from jaxserve import messages
 from jaxserve.config import EngineConfig
@@ -48,6 +50,7 @@ from jaxserve.types import (
     EngineInfo,
     EngineStats,
     InvalidRequest,
+    Pooling,
     QueueFull,
     Request,
     RequestFailed,
@@ -78,6 +81,9 @@ _STOP_S = 5.0
 _USER_ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointError, ConfigError, UnsupportedModel)
 }
+
+EMBEDDING = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+"""What a request for an embedding samples: a token that nobody sees."""
 
 Prepared = tuple[list[int], SamplingParams, TokenSampling]
 
@@ -354,8 +360,11 @@ class Client:
         cache_salt: str = "",
         queue: Literal["refuse", "wait"] = "refuse",
         default_max_tokens: int | None = None,
+        pooling: Pooling | None = None,
     ) -> RequestStream:
         """Checks a request and sends it. What the other verbs and the servers are made of.
+
+        `pooling`: an embedding is wanted, see `embed`.
 
         `queue`: what to do when as many choices are in flight as may be. `default_max_tokens`: for
         params without max_tokens, unless the context has less room; None: all the room there is.
@@ -363,6 +372,8 @@ class Client:
         """
         arrival_s = time.monotonic()
         await self.start()
+        if pooling is not None:
+            self._check_pooling(pooling)
         return await self._send(
             await self._prepare(prompt, params or SamplingParams(), default_max_tokens),
             arrival_s,
@@ -370,7 +381,42 @@ class Client:
             priority=priority,
             cache_salt=cache_salt,
             queue=queue,
+            pooling=pooling,
         )
+
+    async def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        **options: Any,
+    ) -> list[np.ndarray]:
+        """One vector, f32[D], for each prompt: its hidden states after the model's last norm,
+        pooled, and scaled to length 1 unless `normalize` is false.
+
+        `options`: as `open` has them. Raises: InvalidRequest unless the engine's config has
+        `embeddings`.
+        """
+        arrival_s = time.monotonic()
+        await self.start()
+        self._check_pooling(pooling)
+        prepared = [await self._prepare(one, EMBEDDING) for one in list_prompts(prompts)]
+        window = asyncio.Semaphore(self.max_in_flight)
+
+        async def run(one: Prepared) -> np.ndarray:
+            async with window:
+                stream = await self._send(one, arrival_s, queue="wait", pooling=pooling, **options)
+                await stream.result()
+            return embedding_of(stream, normalize)
+
+        return await _gather(run(one) for one in prepared)
+
+    def _check_pooling(self, pooling: Any) -> None:
+        if not self.config.embeddings:
+            raise InvalidRequest("input", "can't be embedded: the engine runs without embeddings")
+        if pooling not in get_args(Pooling):
+            raise InvalidRequest("pooling", f"is {pooling!r}; allowed: last, mean")
 
     async def _prepare(
         self, prompt: Prompt, params: SamplingParams, default_max_tokens: int | None = None
@@ -398,6 +444,7 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         queue: Literal["refuse", "wait", "pass"] = "refuse",
+        pooling: Pooling | None = None,
     ) -> RequestStream:
         """`queue` "pass": goes in whatever is in flight, as a part of what is counted already."""
         token_ids, params, sampling = prepared
@@ -441,6 +488,7 @@ class Client:
                 priority=priority,
                 arrival_s=arrival_s,
                 cache_salt=cache_salt,
+                pooling=pooling,
             )
             self._handle.client_end.send(messages.Submit(request))
         return stream
@@ -705,6 +753,14 @@ class Client:
         for stream in list(self._streams.values()):
             self._fail(stream, EngineDead(reason))
         self._room.set()
+
+
+def embedding_of(stream: RequestStream, normalize: bool) -> np.ndarray:
+    """f32[D] of a finished request with `pooling`."""
+    vector = np.frombuffer(stream.choices[0].embedding or b"", "<f4")
+    if normalize:
+        vector = vector / max(float(np.linalg.norm(vector.astype(np.float64))), 1e-12)
+    return vector.astype(np.float32)
 
 
 def _start_error(message: messages.Fatal) -> Exception:

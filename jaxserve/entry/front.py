@@ -18,6 +18,7 @@ from jaxserve.types import (
     FinishReason,
     InvalidRequest,
     ModelNotFound,
+    Pooling,
     RequestFailed,
     SamplingParams,
     Usage,
@@ -53,6 +54,7 @@ class Record:
         params: SamplingParams,
         default_max_tokens: int | None,
         priority: int = 0,
+        pooling: Pooling | None = None,
     ) -> RequestStream:
         """Sends one of the request's prompts to the engine. Raises: what `Client.open` raises."""
         number = len(self.streams)
@@ -63,6 +65,7 @@ class Record:
             request_id=request_id,
             priority=priority,
             default_max_tokens=default_max_tokens,
+            pooling=pooling,
         )
         self.streams.append(stream)
         return stream

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from jaxserve.config import ServerConfig
+from jaxserve.entry import embeddings, sglang
 from jaxserve.entry import openai_schema as schema
-from jaxserve.entry import sglang
 from jaxserve.entry.chat_format import ChatFormat, Message
 from jaxserve.entry.failures import HttpFailure, describe
 from jaxserve.entry.front import Front, Record
@@ -37,6 +37,7 @@ BODIES = (
     schema.ChatRequest,
     schema.TokenizeRequest,
     schema.DetokenizeRequest,
+    embeddings.EmbeddingRequest,
     *sglang.BODIES,
 )
 
@@ -139,6 +140,7 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
 
     for kind in KNOWN_ERRORS:
         app.add_exception_handler(kind, failed)
+    embeddings.add_routes(app, front)
     sglang.add_routes(app, front)
     return guard(
         app,

@@ -212,6 +212,27 @@ async def answer(
             record.end(CLIENT_GONE)  # cancelled, or it has ended already
 
 
+async def respond(
+    request: Request, record: Record, work: Callable[[], Coroutine[Any, Any, Response]]
+) -> Response:
+    """The response that `work` makes, or one to what is wrong. `work` reads the body itself, and
+    is cancelled if the client leaves before it reads the whole of it only.
+    """
+    try:
+        response = await work()
+        response.headers["x-request-id"] = record.request_id
+        record.end(str(response.status_code))
+        return response
+    except ClientGone:
+        record.end(CLIENT_GONE)
+        return Response(status_code=499)
+    except Exception as error:
+        return failure_response(record.fail(error), request_id_header(record))
+    finally:
+        await record.close()
+        record.end(CLIENT_GONE)  # cancelled, or it has ended already
+
+
 def request_id_header(record: Record) -> dict[str, str]:
     return {"x-request-id": record.request_id}
 

@@ -98,6 +98,7 @@ class ChoiceState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.last_s: float | None = None
+        self.embedding: bytes | None = None
 
     def take(self, output: TokenOutput) -> tuple[list[int], str]:
         """Adds a step's tokens; returns those that count, and the text that is certain now.
@@ -106,6 +107,7 @@ class ChoiceState:
         """
         if not self.token_ids:
             self.num_cached_tokens = output.num_cached_tokens
+        self.embedding = output.embedding
         token_ids, text = output.token_ids, ""
         self.finish_reason = output.finish_reason
         # A stop token counts as generated, but is no text.

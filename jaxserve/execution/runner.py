@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from jaxserve.execution import sampling, step
 from jaxserve.execution.buckets import Buckets, SampleKind, SampleShape, StepShape
 from jaxserve.memory import kv_cache
 from jaxserve.models.registry import BuiltModel
-from jaxserve.scheduler.sequence import Batch
+from jaxserve.scheduler.sequence import Batch, Row
 from jaxserve.types import ConfigError, TokenLogprobs
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
 
@@ -38,6 +39,8 @@ class Pending:
 
     batch: Batch
     sampled: sampling.Sampled
+    pooled: jax.Array | None = None
+    """f32[2, S, D]: each row's last hidden state, and the sum of them; for embeddings."""
 
 
 @dataclasses.dataclass
@@ -46,6 +49,8 @@ class Collected:
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
+    pooled: list[tuple[Row, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+    """Rows of requests for embeddings: the last hidden state, and the sum of them."""
 
 
 class Runner:
@@ -64,7 +69,9 @@ class Runner:
         page_size: int,
         kv_dtype: jnp.dtype,
         attention: Implementation,
+        embeddings: bool = False,
     ):
+        """`embeddings`: mixed steps give what `Pending.pooled` holds."""
         self.model = model
         self.buckets = buckets
         self.page_size = page_size
@@ -82,6 +89,9 @@ class Runner:
         self._kv: tuple[jax.Array, ...] = ()
         self._last_token: jax.Array | None = None
         self._compiles: CompileCounter | None = None
+        self._embeddings = embeddings
+        self._pooled: jax.Array | None = None
+        """Of the step last sent, if it was mixed."""
 
     # ---- start-up
 
@@ -184,7 +194,10 @@ class Runner:
         f32[rows, V]."""
         shape = self.buckets.step(batch.kind, batch.num_tokens, len(batch.rows))
         packed = self._packer.pack(batch, shape)
-        logits, self._kv = self._steps[shape](self._leaves, self._kv, self._last_token, packed)
+        logits, self._kv, *pooled = self._steps[shape](
+            self._leaves, self._kv, self._last_token, packed
+        )
+        self._pooled = pooled[0] if pooled else None
         return logits
 
     def sample(self, batch: Batch, logits: jax.Array) -> Pending:
@@ -198,10 +211,24 @@ class Runner:
         for array in sampled:
             if array.size:
                 array.copy_to_host_async()
-        return Pending(batch, sampled)
+        pooled = self._pooled if any(row.sequence.pools for row in batch.rows) else None
+        if pooled is not None:
+            pooled.copy_to_host_async()
+        return Pending(batch, sampled, pooled)
 
     def collect(self, pending: Pending) -> Collected:
         """Waits for a step's tokens."""
+        collected = self._collect_tokens(pending)
+        if pending.pooled is not None:
+            last, total = np.asarray(pending.pooled)
+            collected.pooled = [
+                (row, last[r], total[r])
+                for r, row in enumerate(pending.batch.rows)
+                if row.sequence.pools
+            ]
+        return collected
+
+    def _collect_tokens(self, pending: Pending) -> Collected:
         batch = pending.batch
         # the sampler ran over all rows of the step
         rows = [r for r, row in enumerate(batch.rows) if row.samples]
@@ -245,7 +272,7 @@ class Runner:
         jitted = jax.jit(
             _named(function, f"forward_{shape.kind}_{shape.tokens}x{shape.seqs}"),
             donate_argnums=1,
-            out_shardings=(self._replicated, self._kv_sharding),
+            out_shardings=(self._replicated, self._kv_sharding, *self._pooled_sharding(shape)),
         )
         return jitted.lower(
             tuple(self.model.abstract.values()),
@@ -253,6 +280,10 @@ class Runner:
             self._array((self.buckets.max_num_seqs,), jnp.int32),
             self._array((step.packed_size(shape),), jnp.int32),
         )
+
+    def _pooled_sharding(self, shape: StepShape) -> tuple[NamedSharding, ...]:
+        """Of the third output of steps that have one."""
+        return (self._replicated,) if self._embeddings and shape.kind == "mixed" else ()
 
     def _compile_sample(self, shape: SampleShape) -> None:
         vocab_size = self.model.config.vocab_size
@@ -292,9 +323,23 @@ class Runner:
 
         model = self.model.merge(leaves)
         hidden, kv = model.forward(token_ids, positions, kv, attend)
+        pooled = ()
+        if self._pooled_sharding(shape):
+            pooled = (pool(model.states(hidden), meta.query_start, logit_rows),)
         if shape.kind == "mixed":
             hidden = hidden[logit_rows]
-        return model.logits(hidden), kv
+        return model.logits(hidden), kv, *pooled
+
+
+def pool(
+    states: Float[Array, "T D"], query_start: Int[Array, "S1"], last: Int[Array, " S"]
+) -> Float[Array, "2 S D"]:
+    """Each sequence's last state, and the sum of its states, in float32."""
+    states = states.astype(jnp.float32)
+    token = jnp.arange(states.shape[0])
+    is_own = (token >= query_start[:-1, None]) & (token < query_start[1:, None])
+    total = jnp.einsum("ST,TD->SD", is_own.astype(jnp.float32), states, precision="highest")
+    return jnp.stack([states[last], total])
 
 
 class CompileCounter:

@@ -152,7 +152,8 @@ class Scheduler:
                 num_tokens = self._grow(sequence, num_tokens)
             if num_tokens:
                 row = self._advance(sequence, num_tokens, updates)
-                (decodes if num_tokens == 1 and row.samples else others).append(row)
+                is_decode = num_tokens == 1 and row.samples and not sequence.pools
+                (decodes if is_decode else others).append(row)
             spare -= num_tokens - 1
 
         # Whoever was just preempted would be the first to come back: not in the same step.
@@ -168,7 +169,8 @@ class Scheduler:
                 num_tokens = min(spare, len(sequence.token_ids) - sequence.num_computed)
                 num_tokens = self._grow(sequence, num_tokens)
                 row = self._advance(sequence, num_tokens, updates)
-                (decodes if num_tokens == 1 and row.samples else others).append(row)
+                is_decode = num_tokens == 1 and row.samples and not sequence.pools
+                (decodes if is_decode else others).append(row)
                 spare -= num_tokens
 
         rows = decodes + others if others else decodes
@@ -294,6 +296,8 @@ class Scheduler:
         return num_pages
 
     def _match(self, sequence: Sequence) -> list[int]:
+        if sequence.request.pooling == "mean":  # needs every token's hidden state
+            return []
         return self.cache.match(self._root(sequence), sequence.token_ids)
 
     def _root(self, sequence: Sequence) -> tuple[int, str, str]:

@@ -54,6 +54,10 @@ class Sequence:
     match_hint: tuple[int, int] = (-1, 0)
     """(step, pages) of the last look at what the prefix cache has of it, for the policy."""
 
+    pools: bool = False
+    """Its hidden states are wanted, which no decode step gives."""
+    pooled: Any = None
+    """What steps brought of them, for the loop."""
     matcher: Any = None
     draft_ids: list[int] = dataclasses.field(default_factory=list)
 
@@ -67,6 +71,7 @@ class Sequence:
             num_prompt=num_prompt,
             max_total=num_prompt + sampling.max_tokens,
             stop_token_ids=frozenset(sampling.stop_token_ids),
+            pools=request.pooling is not None,
         )
 
     @property

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import io
+import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -147,7 +148,13 @@ class FakeEngine:
         if sampling.logprobs is not None:
             top = [token, *range(sampling.logprobs)][: sampling.logprobs]
             logprobs = [TokenLogprobs(-0.5, top, [-0.5 - i for i in range(len(top))])]
+        embedding = None
+        if one.request.pooling is not None:
+            length = float(len(one.request.token_ids))
+            pair = (length, 0.0) if one.request.pooling == "last" else (3.0, 4.0)
+            embedding = struct.pack("<2f", *pair)
         return TokenOutput(
+            embedding=embedding,
             request_id=request_id,
             token_ids=[token],
             finish_reason=reason,
@@ -246,6 +253,7 @@ async def serving(
     reply: str = REPLY,
     template: str = TEMPLATE,
     max_queue: int = 8,
+    embeddings: bool = False,
     info: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
@@ -253,7 +261,7 @@ async def serving(
     engines: list[FakeEngine] = []
     out = io.StringIO()
     server = Server(
-        EngineConfig(model="tiny", max_queue=max_queue),
+        EngineConfig(model="tiny", max_queue=max_queue, embeddings=embeddings),
         ServerConfig(**{"port": 0, "grpc_port": 0, "grace_s": 0.2, **settings}),
         make_client=fake_client_maker(engines, set_up, reply, template, **(info or {})),
         out=out,
