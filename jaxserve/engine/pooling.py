@@ -9,7 +9,7 @@ from jaxserve.types import Pooling
 
 @dataclasses.dataclass
 class PooledParts:
-    """What the steps of one prompt brought. Steps may come again after preemption, cut elsewhere."""
+    """What the steps of one prompt brought; after preemption they come again, cut elsewhere."""
 
     parts: dict[int, tuple[int, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
     """By a chunk's first position: its end, its last state, the sum of its states; f32[D]."""

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from jaxserve.config import ServerConfig
-from jaxserve.entry import embeddings, sglang
+from jaxserve.entry import embeddings, responses, sglang
 from jaxserve.entry import openai_schema as schema
 from jaxserve.entry.chat_format import ChatFormat, Message
 from jaxserve.entry.failures import HttpFailure, describe
@@ -38,6 +38,7 @@ BODIES = (
     schema.TokenizeRequest,
     schema.DetokenizeRequest,
     embeddings.EmbeddingRequest,
+    responses.ResponsesRequest,
     *sglang.BODIES,
 )
 
@@ -141,6 +142,7 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
     for kind in KNOWN_ERRORS:
         app.add_exception_handler(kind, failed)
     embeddings.add_routes(app, front)
+    responses.add_routes(app, front, settings)
     sglang.add_routes(app, front)
     return guard(
         app,

@@ -420,13 +420,13 @@ class ChatMessage(Body):
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [
-                _template_call(call, f"{where}.tool_calls[{i}]")
+                template_call(call, f"{where}.tool_calls[{i}]")
                 for i, call in enumerate(self.tool_calls)
             ]
         return message
 
 
-def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
+def template_call(call: ToolCall, where: str) -> dict[str, Any]:
     """A call with its arguments as an object, which is what templates write as JSON."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
