@@ -190,6 +190,10 @@ class ServerConfig:
     restart_engine: bool = setting(
         False, "start the engine anew when it dies, instead of exiting with an error"
     )
+    files_dir: str | None = setting(
+        None, "folder for uploaded files and batches; not given: no /v1/files and /v1/batches"
+    )
+    max_files_bytes: int = setting(1 << 30, "most that files_dir may hold")
     tool_call_parser: Literal[
         "auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "deepseek"
     ] = setting("auto", "format of the model's tool calls; auto: what its chat template shows")
@@ -219,6 +223,7 @@ class ServerConfig:
         check_range(self, "grpc_port", 0, 65535)
         check_range(self, "grace_s", 0)
         check_range(self, "max_body_bytes", 1024)
+        check_range(self, "max_files_bytes", 0)
         if not all(key.strip() == key != "" and key.isascii() for key in self.api_key):
             raise ConfigError(
                 "api_key has one that is empty, or not ASCII, or has spaces around it"

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from jaxserve.config import ServerConfig
-from jaxserve.entry import embeddings, responses, sglang
+from jaxserve.entry import batches, embeddings, responses, sglang
 from jaxserve.entry import openai_schema as schema
 from jaxserve.entry.chat_format import ChatFormat, Message
 from jaxserve.entry.failures import HttpFailure, describe
@@ -39,6 +39,7 @@ BODIES = (
     schema.DetokenizeRequest,
     embeddings.EmbeddingRequest,
     responses.ResponsesRequest,
+    batches.BatchRequest,
     *sglang.BODIES,
 )
 
@@ -143,6 +144,7 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
         app.add_exception_handler(kind, failed)
     embeddings.add_routes(app, front)
     responses.add_routes(app, front, settings)
+    batches.add_routes(app, front, settings)
     sglang.add_routes(app, front)
     return guard(
         app,
