@@ -144,9 +144,7 @@ class ResponsesRequest(Body):
         """What `input` adds to the conversation, for the chat template. Raises: InvalidRequest."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        return merge_assistant(
-            [_message(item, f"input[{i}]") for i, item in enumerate(self.input)]
-        )
+        return merge_assistant([_message(item, f"input[{i}]") for i, item in enumerate(self.input)])
 
 
 def _message(item: InputItem, where: str) -> dict[str, Any]:

@@ -85,8 +85,7 @@ async def test_streamed_events_make_the_answer():
             model="tiny", input=[answered], previous_response_id=whole.id, tools=FLAT
         )
         assert prompt_of(served).endswith(
-            '<assistant>Look:get_weather{"city": "Köln"}\n'
-            f"<tool {call.call_id}>rain\n<assistant>"
+            f'<assistant>Look:get_weather{{"city": "Köln"}}\n<tool {call.call_id}>rain\n<assistant>'
         )
         items = [{"role": "user", "content": "Weather?"}, *(o.model_dump() for o in whole.output)]
         for item in items[1:]:
@@ -119,9 +118,7 @@ async def test_in_the_background_and_cancelled():
         served.engine.step_s, served.engine.ends = 0.02, False
         started = await client.responses.create(model="tiny", input="a", background=True)
         with pytest.raises(openai.BadRequestError):
-            await client.responses.create(
-                model="tiny", input="b", previous_response_id=started.id
-            )
+            await client.responses.create(model="tiny", input="b", previous_response_id=started.id)
         cancelled = await client.responses.cancel(started.id)
         assert cancelled.status == "cancelled"
         await served.idle()
