@@ -7,7 +7,6 @@ memory, the latest MAX_STORED of them, for `retrieve`, `cancel` and `previous_re
 import asyncio
 import collections
 import contextlib
-import time
 import uuid
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
@@ -455,12 +454,12 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _new_body(request: ResponsesRequest, model: str) -> dict[str, Any]:
+def _new_body(request: ResponsesRequest, model: str, record: Record) -> dict[str, Any]:
     choice = request.tool_choice
     return {
-        "id": _id("resp"),
+        "id": record.request_id.replace("-", "_"),
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": record.created,
         "status": "in_progress",
         "background": bool(request.background),
         "error": None,
@@ -511,7 +510,7 @@ def add_routes(app: fastapi.FastAPI, front: Front, settings: ServerConfig) -> No
             form.id_of_call,
             has_one_call=body.parallel_tool_calls is False,
         )
-        stored = Stored(_new_body(body, front.model_name), conversation)
+        stored = Stored(_new_body(body, front.model_name, record), conversation)
         stored.record = record
         return ResponseJob(record, body, params, prompt, Items(message), stored, store)
 
