@@ -242,6 +242,10 @@ class Items:
         self.output: list[dict[str, Any]] = []
         self._open: str | None = None
 
+    @property
+    def is_thinking(self) -> bool:
+        return self._open == "reasoning"
+
     def push(self, text: str) -> list[dict[str, Any]]:
         return self._tell(self._message.push(text))
 
@@ -392,25 +396,28 @@ class ResponseJob:
         """The events of each piece; the stored body is complete after the last."""
         (stream,) = self.record.streams
         reason = "stop"
+        num_thought = 0
         try:
             async for delta in stream:
                 self.record.note(len(delta.token_ids), delta.finish_reason)
                 reason = delta.finish_reason or reason
-                yield self._items.push(delta.text)
+                events = self._items.push(delta.text)
+                num_thought += len(delta.token_ids) if self._items.is_thinking else 0
+                yield events
             status = "incomplete" if reason == "length" else "completed"
             yield self._items.finish(status)
-            self._complete(status, stream.usage())
+            self._complete(status, stream.usage(), num_thought)
         finally:
             if self.stored.body["status"] == "in_progress":  # left, unless `fail` knows better
                 self.stored.body["status"] = "cancelled"
 
-    def _complete(self, status: str, usage: Usage) -> None:
+    def _complete(self, status: str, usage: Usage, num_thought: int) -> None:
         stored = self.stored
         stored.body["status"] = status
         if status == "incomplete":
             stored.body["incomplete_details"] = {"reason": "max_output_tokens"}
         stored.body["output"] = self._items.output
-        stored.body["usage"] = _usage(usage)
+        stored.body["usage"] = _usage(usage, num_thought)
         items = [InputItem(**_as_input(item)) for item in self._items.output]
         answered = [_message(item, "output") for item in items]
         stored.conversation = merge_assistant([*stored.conversation, *answered])
@@ -444,12 +451,13 @@ def _as_input(item: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage, num_thought: int) -> dict[str, Any]:
+    """`num_thought`: tokens that came while the thinking went on."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_thought},
         "total_tokens": usage.total_tokens,
     }
 

@@ -112,3 +112,12 @@ def test_preempted_and_computed_anew(driver, states):
     driver.submit([5, 6, 7], max_tokens=3)  # other chunks than before
     vector = embeddings(driver)["e"]
     np.testing.assert_allclose(vector, expected(states, token_ids, "mean"), atol=TOLERANCE)
+
+
+def test_on_a_mesh(tmp_path, states):
+    driver = make(tmp_path, tensor=2, embeddings=True)
+    token_ids = np.random.default_rng(9).integers(3, 100, 50).tolist()
+    for pooling in ("last", "mean"):
+        submit(driver, pooling, token_ids, pooling)
+    for pooling, vector in embeddings(driver).items():
+        np.testing.assert_allclose(vector, expected(states, token_ids, pooling), atol=TOLERANCE)

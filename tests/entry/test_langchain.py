@@ -32,7 +32,7 @@ async def connected(**settings):
             }  # fmt: skip
 
 
-class get_weather(pydantic.BaseModel):  # noqa: N801 - the tool's name
+class get_weather(pydantic.BaseModel):
     """Weather of a city."""
 
     city: str

@@ -58,6 +58,7 @@ async def test_streamed_events_make_the_answer():
         thinking, text, call = whole.output
         assert thinking.content[0].text == "Hm."
         assert text.content[0].text == "Look:"
+        assert 3 <= whole.usage.output_tokens_details.reasoning_tokens <= len("Hm.\n</think>\n\n")
         assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Köln"})
         stream = await client.responses.create(
             model="tiny", input="Weather?", tools=FLAT, stream=True
