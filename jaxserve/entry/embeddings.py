@@ -10,7 +10,15 @@ from pydantic import Field
 
 from jaxserve.entry.client import EMBEDDING, embedding_of
 from jaxserve.entry.front import Front, Record
-from jaxserve.entry.http_io import begin, gather, json_response, read, respond, takes
+from jaxserve.entry.http_io import (
+    begin,
+    gather,
+    json_response,
+    read,
+    respond,
+    takes,
+    while_connected,
+)
 from jaxserve.entry.openai_schema import Body, Prompt, sampling_params
 from jaxserve.types import InvalidRequest, SamplingParams
 
@@ -88,6 +96,7 @@ def add_routes(app: fastapi.FastAPI, front: Front) -> None:
 
         async def work() -> Response:
             body = await read(request, EmbeddingRequest)
-            return json_response(await embed(front, record, body))
+            found = await while_connected(request.receive, embed(front, record, body))
+            return json_response(found)
 
         return await respond(request, record, work)

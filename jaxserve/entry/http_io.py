@@ -215,9 +215,7 @@ async def answer(
 async def respond(
     request: Request, record: Record, work: Callable[[], Coroutine[Any, Any, Response]]
 ) -> Response:
-    """The response that `work` makes, or one to what is wrong. `work` reads the body itself, and
-    is cancelled if the client leaves before it reads the whole of it only.
-    """
+    """The response that `work` makes, from reading the body on, or one to what is wrong with it."""
     try:
         response = await work()
         response.headers["x-request-id"] = record.request_id
