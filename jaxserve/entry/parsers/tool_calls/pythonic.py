@@ -12,6 +12,8 @@ from typing import Any
 from jaxserve.entry.parsers.parser import Parser
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
+HEAD = re.compile(r"[A-Za-z_][\w.]*\s*(\(|$)")
+"""What a call begins with, as far as it is there."""
 CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -25,12 +27,12 @@ class Pythonic(Parser):
         body = text.removeprefix(BEGIN).lstrip()
         if not body and not ended:
             return False
-        self._lead = ""
+        space, self._lead = self._text[: len(self._text) - len(text)], ""
         if body.startswith("["):
-            self._lead, self._text = self._text[: len(self._text) - len(text)] + "[", body[1:]
+            self._lead, self._text = space + "[", body[1:]
             self._state = self.calls
         else:
-            self._text = self._text.replace(BEGIN, "", 1)
+            self._text = space + text.removeprefix(BEGIN)
             self._state = self.plain
         return True
 
@@ -40,12 +42,11 @@ class Pythonic(Parser):
         if text.startswith("]") and self._num_calls:
             self._text, self._state = text[1:], self.rest
             return True
-        length = call_length(text)
-        if length is None and not ended:
-            # What can't become a call any more need not wait for its end.
-            if not text or re.match(r"[A-Za-z_][\w.]*\s*(\(|$)", text):
-                return False
-            length = 0
+        # what can't become a call any more need not wait for its end
+        is_possible = not text or HEAD.match(text) is not None
+        length = call_length(text) if is_possible else None
+        if is_possible and length is None and not ended:
+            return False
         call = read_call(text[:length]) if length else None
         if call is None or call[0] not in self._names:
             self._text = self._lead + self._text
@@ -57,12 +58,12 @@ class Pythonic(Parser):
         return True
 
     def rest(self, ended: bool) -> bool:
-        before, _ = self._find(END)
-        self._say(before.strip() and before)
-        if ended:
+        before, marker = self._find(END)
+        self._say(before)
+        if marker is None and ended:
             self._say(self._text)
             self._text = ""
-        return False
+        return marker is not None
 
 
 def call_length(text: str) -> int | None:
