@@ -125,7 +125,7 @@ class Detokenizer:
         for length in (1, 2, 3):
             piece = tail[-length:]
             if len(piece) == length and piece[0] >= 0xC0:
-                self._decoder.decode(piece)
+                self._decode(piece)
                 if self._decoder.getstate()[0] != piece:
                     self._decoder.reset()
                 return
@@ -145,10 +145,19 @@ class Detokenizer:
             if token_id not in self._special and self._strip_space and token_bytes:
                 token_bytes = token_bytes.removeprefix(b" ")
                 self._strip_space = False
-            text = self._decoder.decode(token_bytes)
+            text = self._decode(token_bytes)
             if text:
                 pieces.append(self._scan(text))
         return "".join(pieces)
+
+    def _decode(self, token_bytes: bytes) -> str:
+        """The characters that are certain; keeps bytes that may still become one."""
+        text = self._decoder.decode(token_bytes)
+        kept = self._decoder.getstate()[0]
+        if kept[:1] == b"\xed" and kept[1:] >= b"\xa0":
+            # the beginning of a surrogate, which Python keeps although no UTF-8 has any
+            text += self._decoder.decode(b"", True)
+        return text
 
     def finish(self) -> str:
         """The text that was held back, when no more tokens come."""
