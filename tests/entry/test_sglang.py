@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 from typing import Any
 
 import httpx
@@ -48,7 +49,8 @@ async def test_names_reach_the_engine():
         sampling = {
             "max_new_tokens": 9, "min_new_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": -1,
             "min_p": 0.1, "stop_token_ids": [7], "ignore_eos": True, "sampling_seed": 3,
-            "frequency_penalty": 0, "repetition_penalty": 1.0, "json_schema": None,
+            "frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.25,
+            "logit_bias": {"7": -2.5}, "json_schema": None,
         }  # fmt: skip
         answer = await http.post("/generate", json={"text": "a", "sampling_params": sampling})
         assert answer.status_code == 200
@@ -56,6 +58,27 @@ async def test_names_reach_the_engine():
         assert (found.max_tokens, found.min_tokens, found.temperature) == (9, 2, 0.5)
         assert (found.top_p, found.top_k, found.min_p) == (0.9, 0, 0.1)
         assert (found.stop_token_ids, found.seed) == ((7,), 3)
+        assert (found.frequency_penalty, found.presence_penalty) == (0.5, -1)
+        assert (found.repetition_penalty, found.logit_bias) == (1.25, {7: -2.5})
+        assert found.grammar is None
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_grammars_reach_the_engine(shared):
+    served, http = shared
+    tag = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}
+    for given, kind, text in (
+        ({"json_schema": '{"type": "string"}'}, "json_schema", '{"type": "string"}'),
+        ({"json_schema": {"type": "string"}}, "json_schema", '{"type": "string"}'),
+        ({"json_schema": "$$ANY$$"}, "json_object", ""),
+        ({"regex": "[0-9]+"}, "regex", "[0-9]+"),
+        ({"ebnf": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"structural_tag": json.dumps(tag)}, "structural_tag", json.dumps(tag)),
+    ):
+        body = {"text": "a", "sampling_params": {"max_new_tokens": 2, **given}}
+        assert (await http.post("/generate", json=body)).status_code == 200
+        grammar = served.engine.requests[-1].sampling.grammar
+        assert (grammar.kind, grammar.text) == (kind, text)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -141,6 +164,94 @@ async def test_logprobs(shared):
     assert entries == [[-0.5, token, text] for token, text in zip(ids, "Hel", strict=True)]
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_logprobs_of_the_prompt_and_of_named_tokens(shared):
+    served, http = shared
+    ids = byte_tokenizer().encode("abcd", False)
+    body = {
+        "text": "abcd", "sampling_params": {"max_new_tokens": 2}, "return_logprob": True,
+        "logprob_start_len": 1, "top_logprobs_num": 2, "token_ids_logprob": [9, 4],
+        "return_text_in_logprobs": True,
+    }  # fmt: skip
+    whole = (await http.post("/generate", json=body)).json()
+    assert served.engine.requests[-1].sampling.prompt_logprobs == 2
+    meta = whole["meta_info"]
+    nine, four = (byte_tokenizer().token_text(token) for token in (9, 4))
+    named, top = [[-3.0, 9, nine], [-4.0, 4, four]], [[-1.0, 0, "!"], [-2.0, 1, '"']]
+    assert meta["input_token_logprobs"] == [
+        [None, ids[1], "b"], [-0.25, ids[2], "c"], [-0.25, ids[3], "d"],
+    ]  # fmt: skip
+    assert meta["input_top_logprobs"] == [None, top, top]
+    assert meta["input_token_ids_logprobs"] == [None, named, named]
+    assert meta["output_token_ids_logprobs"] == [named, named]
+    assert len(meta["output_token_logprobs"]) == len(meta["output_top_logprobs"]) == 2
+    for event in events((await http.post("/generate", json={**body, "stream": True})).text):
+        for name in meta:
+            if name.startswith("input_"):
+                assert event["meta_info"][name] == meta[name]
+    body = {**body, "logprob_start_len": 0, "top_logprobs_num": 0, "token_ids_logprob": None}
+    body["sampling_params"]["n"] = 2
+    first, second = (await http.post("/generate", json=body)).json()
+    assert [entry[:2] for entry in first["meta_info"]["input_token_logprobs"]] == [
+        [None, ids[0]], *[[-0.25, token] for token in ids[1:]],
+    ]  # fmt: skip
+    assert second["meta_info"]["input_token_logprobs"] == first["meta_info"]["input_token_logprobs"]
+    assert not any("top" in name or "ids" in name for name in first["meta_info"])
+    body = {**body, "logprob_start_len": -1}
+    assert (await http.post("/generate", json=body)).json()[0]["meta_info"][
+        "input_token_logprobs"
+    ] == []
+    assert served.engine.requests[-1].sampling.prompt_logprobs is None
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_scores(shared):
+    served, http = shared
+    encode = byte_tokenizer().encode
+    body = {"query": "ab", "items": ["c", "de"], "label_token_ids": [7, 5]}
+    answer = (await http.post("/v1/score", json=body)).json()
+    row = [math.exp(-3), math.exp(-4)]
+    assert answer["scores"] == [pytest.approx(row)] * 2
+    assert (answer["object"], answer["model"]) == ("scoring", "tiny")
+    assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    asked = served.engine.requests[-2:]
+    assert [r.token_ids for r in asked] == [encode("abc", False), encode("abde", False)]
+    assert asked[0].sampling.token_ids_logprob == (7, 5)
+    body |= {"apply_softmax": True, "item_first": True, "model": "tiny"}
+    answer = (await http.post("/v1/score", json=body)).json()
+    assert answer["scores"] == [pytest.approx([p / sum(row) for p in row])] * 2
+    assert served.engine.requests[-1].token_ids == encode("deab", False)
+    body = {"query": [1, 2], "items": [[3], [4, 5]], "label_token_ids": [7]}
+    assert (await http.post("/v1/score", json=body)).json()["scores"] == [[row[0]]] * 2
+    assert [r.token_ids for r in served.engine.requests[-2:]] == [[1, 2, 3], [1, 2, 4, 5]]
+    body = {"query": "a", "items": "bc", "label_token_ids": [7]}
+    assert (await http.post("/v1/score", json=body)).json()["scores"] == [[row[0]]]
+    assert served.engine.requests[-1].token_ids == encode("abc", False)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"query": None}, 400, "query"),
+        ({"items": []}, 400, "items"),
+        ({"items": [[1]]}, 400, "items"),
+        ({"items": ["b"] * 13}, 400, "items"),
+        ({"items": ["b", "c" * 300]}, 400, "items[1]"),
+        ({"label_token_ids": []}, 400, "label_token_ids"),
+        ({"label_token_ids": [258]}, 400, "label_token_ids"),
+        ({"label_token_ids": [1] * 129}, 400, "label_token_ids"),
+        ({"model": "other"}, 404, "model"),
+        ({"temperature": 1}, 400, "temperature"),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_can_not_be_scored_is_named(shared, change: Any, status: int, param: str):
+    served, http = shared
+    body = {"query": "a", "items": ["b"], "label_token_ids": [1], **change}
+    check_error(await http.post("/v1/score", json=body), status, param)
+    await served.idle()
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -153,12 +264,41 @@ async def test_logprobs(shared):
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
-        ({"text": "a", "sampling_params": {"ebnf": "x"}}, "sampling_params.ebnf"),
+        ({"text": "a", "sampling_params": {"json_schema": "{"}}, "sampling_params.json_schema"),
+        ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),
+        ({"text": "a", "sampling_params": {"regex": 1}}, "sampling_params.regex"),
+        (
+            {"text": "a", "sampling_params": {"structural_tag": {}}},
+            "sampling_params.structural_tag",
+        ),
+        ({"text": "a", "sampling_params": {"logit_bias": {"x": 1}}}, "sampling_params.logit_bias"),
+        (
+            {"text": "a", "sampling_params": {"logit_bias": {"258": 1}}},
+            "sampling_params.logit_bias",
+        ),
+        (
+            {"text": "a", "sampling_params": {"presence_penalty": 3}},
+            "sampling_params.presence_penalty",
+        ),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, "sampling_params.n"),
         ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 999}, "top_logprobs_num"),
-        ({"text": "a", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": "a", "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len"),
+        ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+        ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": "a", "token_ids_logprob": [1]}, "token_ids_logprob"),
+        ({"text": "a", "return_logprob": True, "token_ids_logprob": [258]}, "token_ids_logprob"),
+        (
+            {
+                "text": "a",
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "stream": True,
+                "sampling_params": {"n": 2},
+            },
+            "sampling_params.n",
+        ),
         ({"text": "a", "image_data": ["x"]}, "image_data"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
         ({"text": "a", "rid": "ü"}, "rid"),
@@ -212,5 +352,3 @@ async def test_what_the_server_says_of_itself(shared):
     assert (await http.get("/health_generate")).status_code == 200
     assert served.engine.requests[before].sampling.max_tokens == 1
     assert (await http.post("/flush_cache")).status_code == 200
-    body = {"query": "a", "items": ["b"], "label_token_ids": [1]}
-    check_error(await http.post("/v1/score", json=body), 400, "label_token_ids")
