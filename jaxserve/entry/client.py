@@ -694,11 +694,11 @@ class Client:
             field = output.invalid_field
             self._fail(stream, InvalidRequest(field, reason) if field else RequestFailed(reason))
             return
-        if not output.token_ids and output.finish_reason is None:
-            stream.accept()
-            return
         if output.prompt_logprobs is not None:
             stream.add_prompt_logprobs(output.prompt_logprobs, self._token_text)
+            return
+        if not output.token_ids and output.finish_reason is None:
+            stream.accept()
             return
         try:
             token_ids, text = choice.take(output)
