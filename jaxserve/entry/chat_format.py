@@ -93,6 +93,8 @@ class ChatFormat:
         Raises: UnsupportedParameter for a tool_choice that can't be enforced.
         """
         tokenizer = self._client.tokenizer
+        if params.grammar is not None and params.grammar.kind != "structural_tag":
+            self._reasoning_format = None  # the grammar has the text from its first token on
         shows = (
             self._reasoning_format is not None
             and tokenizer.token_id(END) in tokenizer.special_token_ids

@@ -23,7 +23,7 @@ from jaxserve.entry.front import Front, Record
 from jaxserve.entry.http_io import answer, begin, encode, json_response, read, takes
 from jaxserve.entry.openai_schema import Body, only
 from jaxserve.entry.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
-from jaxserve.types import InvalidRequest, SamplingParams, Usage
+from jaxserve.types import Grammar, InvalidRequest, SamplingParams, Usage
 
 MAX_STORED = 1000
 
@@ -65,6 +65,21 @@ class FlatChoice(Body):
     name: str
 
 
+class TextFormat(Body):
+    """As response_format elsewhere, with a schema's fields beside its type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="A schema is kept to whether strict or not.")
+
+
+class Text(Body):
+    format: TextFormat | None = None
+    verbosity: only("medium") = None  # pyright: ignore[reportInvalidTypeForm]
+
+
 class ResponsesRequest(Body):
     """The body of /v1/responses."""
 
@@ -89,7 +104,7 @@ class ResponsesRequest(Body):
     seed: int | None = None
     stop: schema.Stop = ()
     include: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-    text: only({"format": {"type": "text"}}) = None  # pyright: ignore[reportInvalidTypeForm]
+    text: Text | None = Field(None, description="What the answer's text must look like.")
     reasoning: only({}) = None  # pyright: ignore[reportInvalidTypeForm]
     truncation: only("disabled") = None  # pyright: ignore[reportInvalidTypeForm]
     top_logprobs: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
@@ -108,12 +123,28 @@ class ResponsesRequest(Body):
         try:
             return schema.sampling_params(
                 max_tokens=self.max_output_tokens,
+                grammar=self.grammar(),
                 **{name: getattr(self, name) for name in fields},
             )
         except InvalidRequest as error:
             if error.field == "max_tokens":
                 raise InvalidRequest("max_output_tokens", error.message) from None
             raise
+
+    def grammar(self) -> Grammar | None:
+        """Of `text.format`. Raises: InvalidRequest."""
+        wanted = self.text and self.text.format
+        if wanted is None:
+            return None
+        if wanted.type == "json_schema":
+            if wanted.schema_ is None:
+                raise InvalidRequest("text.format.schema", "is not given; allowed: a JSON schema")
+            return Grammar.json_schema(wanted.schema_, "text.format.schema")
+        for name, value in wanted:
+            if name != "type" and value is not None:
+                field = f"text.format.{name.rstrip('_')}"
+                raise InvalidRequest(field, "is for type json_schema only")
+        return Grammar.json_object("text.format") if wanted.type == "json_object" else None
 
     def chat_tools(self) -> list[dict[str, Any]]:
         """The tools as /v1/chat/completions has them. Raises: InvalidRequest."""
@@ -462,6 +493,12 @@ def _usage(usage: Usage, num_thought: int) -> dict[str, Any]:
     }
 
 
+def _format(request: ResponsesRequest) -> dict[str, Any]:
+    """What the text was asked to be, as it was asked."""
+    wanted = request.text and request.text.format
+    return wanted.model_dump(exclude_none=True, by_alias=True) if wanted else {"type": "text"}
+
+
 def _new_body(request: ResponsesRequest, model: str, record: Record) -> dict[str, Any]:
     choice = request.tool_choice
     return {
@@ -482,7 +519,7 @@ def _new_body(request: ResponsesRequest, model: str, record: Record) -> dict[str
         "reasoning": {"effort": None, "summary": None},
         "store": request.store is not False,
         "temperature": request.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _format(request)},
         "tool_choice": choice.model_dump() if isinstance(choice, FlatChoice) else choice or "auto",
         "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
         "top_p": request.top_p,

@@ -165,6 +165,55 @@ async def test_without_tools_or_with_none_of_them_calls_are_text():
             assert text == "<user>Weather?\n<assistant>"
 
 
+LIST = (
+    '[{"name": "get_weather", "arguments": {"city": "Köln"}}, '
+    '{"name": "get_time", "arguments": {}}]'
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, THINKS])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_that_are_required_are_what_a_grammar_says(template, stream):
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice, reply, calls in (
+        ("required", LIST, [("get_weather", {"city": "Köln"}), ("get_time", {})]),
+        (named, '{"city": "Köln"}', [("get_weather", {"city": "Köln"})]),
+    ):
+        async with talking(reply=reply, template=template) as (served, client):
+            if stream:
+                async with client.chat.completions.stream(**CHAT, tool_choice=choice) as events:
+                    answer = await events.get_final_completion()
+            else:
+                answer = await client.chat.completions.create(**CHAT, tool_choice=choice)
+            [told] = answer.choices
+            found = [(c.function.name, json.loads(c.function.arguments))
+                     for c in told.message.tool_calls]  # fmt: skip
+            assert found == calls
+            assert not told.message.content
+            assert told.finish_reason == "tool_calls"
+            grammar = served.engine.requests[-1].sampling.grammar
+            assert (grammar.kind, grammar.field) == ("json_schema", "tool_choice")
+            schema = json.loads(grammar.text)
+            if choice == "required":
+                names = [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]]
+                assert names == ["get_weather", "get_time"]
+            else:
+                assert schema == TOOLS[0]["function"]["parameters"]
+
+
+async def test_what_a_grammar_says_is_no_thinking():
+    async with talking(reply='{"rain": true}', template=THINKS, reasoning_parser="deepseek_r1") as (
+        _,
+        client,
+    ):
+        answer = await client.chat.completions.create(
+            model="tiny", messages=[USER], response_format={"type": "json_object"}
+        )
+        message = answer.choices[0].message
+        assert message.content == '{"rain": true}'
+        assert "reasoning_content" not in message.model_extra
+
+
 async def test_thinking_is_apart_from_the_answer():
     reply = "<think>\nIt may rain.\n</think>\n\nRain."
     async with talking(reply=reply, template=THINKS) as (_, client):
@@ -196,8 +245,9 @@ async def test_variables_reach_the_template():
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "get_time"}}}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "get_time"}},
+          "guided_regex": "a"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": "required", "tools": None}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),

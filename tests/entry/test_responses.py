@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 from server_fakes import byte_tokenizer, serving
 from test_chat_tools import TEMPLATE, THINKS, TOOLS, talking
@@ -108,6 +109,41 @@ async def test_the_clients_stream_helper():
         assert final.output_text == "It rains."
 
 
+class Rain(pydantic.BaseModel):
+    rains: bool
+
+
+async def test_text_of_a_schema():
+    async with talking(reply='{"rains": true}', template=THINKS) as (served, client):
+        answer = await client.responses.parse(model="tiny", input="Weather?", text_format=Rain)
+        assert answer.output_parsed == Rain(rains=True)
+        assert answer.text.format.name == "Rain"
+        grammar = served.engine.requests[-1].sampling.grammar
+        assert (grammar.kind, grammar.field) == ("json_schema", "text.format.schema")
+        assert json.loads(grammar.text)["required"] == ["rains"]
+        answer = await client.responses.create(
+            model="tiny", input="a", text={"format": {"type": "json_object"}, "verbosity": "medium"}
+        )
+        assert answer.output_text == '{"rains": true}'
+        assert served.engine.requests[-1].sampling.grammar.kind == "json_object"
+        await client.responses.create(model="tiny", input="a", text={"format": {"type": "text"}})
+        assert served.engine.requests[-1].sampling.grammar is None
+
+
+async def test_a_tool_that_must_be_called():
+    arguments = '{"city": "Köln"}'
+    choice: Any = {"type": "function", "name": "get_weather"}
+    async with talking(reply=arguments) as (served, client):
+        answer = await client.responses.create(
+            model="tiny", input="Weather?", tools=FLAT, tool_choice=choice
+        )
+        [call] = answer.output
+        assert (call.type, call.name, call.arguments) == (
+            "function_call", "get_weather", arguments,
+        )  # fmt: skip
+        assert served.engine.requests[-1].sampling.grammar.field == "tool_choice"
+
+
 async def test_in_the_background_and_cancelled():
     async with talking(reply="It rains.") as (served, client):
         started = await client.responses.create(model="tiny", input="a", background=True)
@@ -139,9 +175,18 @@ async def test_in_the_background_and_cancelled():
         ({"input": [{"type": "image"}]}, "input[0].type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "text", "name": "x"}}}, "text.format.name"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_object", "x": 1}}}, "text.format.x"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tool_choice": "required", "tools": FLAT}, "tool_choice"),
+        (
+            {"text": {"format": {"type": "json_object"}}, "tool_choice": "required", "tools": FLAT},
+            "tool_choice",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"background": True, "stream": True}, "background"),
         ({"background": True, "store": False}, "background"),

@@ -203,3 +203,19 @@ def test_what_a_grammar_has_brought_about():
     schema = grammar_for_tools(tools, None)
     assert schema["minItems"] == 1
     assert [s["properties"]["name"]["const"] for s in schema["items"]["anyOf"]] == ["f", "g"]
+
+
+def test_references_of_a_tools_schema_hold_in_the_list_of_calls():
+    tree = {
+        "type": "object",
+        "properties": {"next": {"$ref": "#"}, "all": {"items": [{"$ref": "#/$defs/a"}]}},
+        "$defs": {"a": {"type": "string"}},
+    }
+    function = {"name": "f", "parameters": tree}
+    plain = {"type": "function", "function": {"name": "g"}}
+    schema = grammar_for_tools([plain, {"type": "function", "function": function}], None)
+    found = schema["items"]["anyOf"][1]["properties"]["arguments"]
+    assert found["properties"]["next"] == {"$ref": "#/items/anyOf/1/properties/arguments"}
+    [item] = found["properties"]["all"]["items"]
+    assert item == {"$ref": "#/items/anyOf/1/properties/arguments/$defs/a"}
+    assert tree["properties"]["next"] == {"$ref": "#"}, "the request's own is left as it was"

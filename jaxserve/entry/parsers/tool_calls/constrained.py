@@ -49,10 +49,26 @@ def grammar_for_tools(tools: list[dict[str, Any]], name: str | None) -> dict[str
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": schema},
+            "properties": {
+                "name": {"const": name},
+                "arguments": _moved(schema, f"#/items/anyOf/{i}/properties/arguments"),
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, schema in schemas.items()
+        for i, (name, schema) in enumerate(schemas.items())
     ]
     return {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references to itself still hold where it is a part of another, at `place`."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict) or "$id" in schema:  # references are within what has an id
+        return schema
+    moved = {key: _moved(part, place) for key, part in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = place + reference[1:]
+    return moved
