@@ -492,8 +492,7 @@ class Client:
         if search.is_search(params):
             options = {"priority": priority, "cache_salt": cache_salt}
             stream.search = asyncio.ensure_future(self._search(stream, sampling, options))
-            return stream
-        for choice in stream.choices:
+        for choice in stream.choices if stream.search is None else ():
             request = Request(
                 request_id=choice.wire_id,
                 token_ids=token_ids,
@@ -539,6 +538,7 @@ class Client:
         ) -> RequestOutput:
             prepared = (token_ids, params, sampling)
             inner = await self._send(prepared, stream.arrival_s, queue="pass", **options)
+            stream.accept()
             return await inner.result()
 
         try:
@@ -551,6 +551,8 @@ class Client:
             return
         stream.search = None
         stream.num_unseen_tokens = found.num_unseen_tokens
+        if found.prompt_logprobs is not None:
+            stream.prompt_logprobs = found.prompt_logprobs
         now_s = time.monotonic()
         for choice, outputs in zip(stream.choices, found.choices, strict=True):
             self._accept(choice, outputs, now_s)

@@ -13,6 +13,7 @@ import msgspec
 
 from jaxserve.entry.text_model import TextModel
 from jaxserve.types import (
+    ALL_LOGPROBS,
     MAX_LOGPROBS,
     ContextExceeded,
     EngineInfo,
@@ -155,6 +156,8 @@ def check_search(params: SamplingParams, num_ends: int) -> None:
     for field, values in neutral.items():
         if getattr(params, field) not in values:
             raise InvalidRequest(field, "can't be given with use_beam_search")
+    if params.logprobs == ALL_LOGPROBS:
+        raise InvalidRequest("logprobs", "of the whole vocabulary aren't had with use_beam_search")
     beams = params.best_of or params.n
     if beams + num_ends > MAX_LOGPROBS:
         field = "n" if params.best_of is None else "best_of"

@@ -14,6 +14,7 @@ import msgspec
 
 from jaxserve.types import (
     Choice,
+    ChosenLogprob,
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
@@ -37,6 +38,7 @@ class Found:
     """`n` of them, best first, each as if the engine had sent it at once."""
     num_unseen_tokens: int = 0
     """Generated for candidates that are not among them."""
+    prompt_logprobs: list[ChosenLogprob | None] | None = None
 
 
 async def run(
@@ -63,7 +65,8 @@ async def best_of(
     ranked = sorted(output.choices, key=mean_logprob, reverse=True)
     unseen = sum(len(choice.token_ids) for choice in ranked[params.n :])
     cached = output.usage.cached_tokens
-    return Found([_output(choice, params, cached) for choice in ranked[: params.n]], unseen)
+    best = [_output(choice, params, cached) for choice in ranked[: params.n]]
+    return Found(best, unseen, output.prompt_logprobs)
 
 
 def mean_logprob(choice: Choice) -> float:
@@ -73,12 +76,13 @@ def mean_logprob(choice: Choice) -> float:
 
 def _output(choice: Choice, params: SamplingParams, num_cached_tokens: int) -> TokenOutput:
     logprobs = None
-    if params.logprobs is not None:
+    if params.logprobs is not None or params.token_ids_logprob:
         logprobs = [
             TokenLogprobs(
                 token.logprob,
                 [token_id for _, token_id, _ in token.top],
                 [logprob for _, _, logprob in token.top],
+                [logprob for _, _, logprob in token.named],
             )
             for token in choice.logprobs or ()
         ]
@@ -107,7 +111,8 @@ async def search_beams(
     """The `n` best hypotheses of a search with `best_of` beams."""
     num_beams = params.best_of or params.n
     ends = frozenset(sampling.stop_token_ids)
-    num_tops = num_beams + len(ends)  # of which at least `num_beams` go on
+    # at least `num_beams` of these go on
+    num_tops = max(num_beams + len(ends), params.logprobs or 0)
     num_cached = None
 
     async def continuations(beam: Beam) -> list[tuple[int, float]]:
@@ -131,7 +136,7 @@ async def search_beams(
             _extend(beam, token_id, logprob, task.result(), params)
             for beam, task in zip(running, asked, strict=True)
             for token_id, logprob in task.result()
-            if may_end or token_id not in ends
+            if token_id < sampling.num_tokens and (may_end or token_id not in ends)
         ]
         candidates.sort(key=lambda beam: beam.logprob, reverse=True)
         is_last = length == sampling.max_tokens

@@ -1,7 +1,9 @@
 """Structured output from a real engine of a tiny model, through the Python API."""
 
 import json
+import re
 
+import msgspec
 import pytest
 import tiny_vocabulary
 from engines import write_model
@@ -38,6 +40,24 @@ def test_choices_deltas_stops_and_usage(llm):
     stopping = SamplingParams(grammar=Grammar.choice(["one two three"]), stop=" t")
     [output] = llm.generate("The quick", stopping)
     assert (output.text, output.choices[0].stop_reason) == ("one", " t")
+
+
+def test_the_best_of_several_and_no_beams(llm):
+    params = SamplingParams(
+        grammar=Grammar.regex("[a-f]{2,9}"), best_of=4, n=2, max_tokens=20, logprobs=1, seed=2
+    )
+    [output] = llm.generate("The quick", params)
+    means = []
+    for choice in output.choices:
+        assert re.fullmatch("[a-f]{2,9}", choice.text)
+        means.append(sum(one.logprob for one in choice.logprobs) / len(choice.logprobs))
+    [everyone] = llm.generate("The quick", msgspec.structs.replace(params, best_of=None, n=4))
+    assert {choice.text for choice in output.choices} <= {c.text for c in everyone.choices}
+    assert means == sorted(means, reverse=True)
+    bad = msgspec.structs.replace(params, grammar=Grammar.regex("a["))
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(InvalidRequest, match=r"grammar: .*unclosed"):
+            call("x", bad)
 
 
 def test_a_text_that_its_grammar_ends_is_whole_without_an_end_token(llm):

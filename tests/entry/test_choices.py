@@ -17,6 +17,7 @@ from jaxserve.entry.proto import jaxserve_pb2 as pb
 from jaxserve.entry.stop_patterns import compile_patterns
 from jaxserve.types import (
     EngineDead,
+    Grammar,
     InvalidRequest,
     RequestFailed,
     SamplingParams,
@@ -183,6 +184,50 @@ async def test_best_of_returns_the_likeliest_of_those_generated(fake_engine, byt
         assert [token.logprob for token in shown[0].choices[0].logprobs] == [-0.5] * len(
             shown[0].token_ids
         )
+
+
+async def test_best_of_with_logprobs_of_the_prompt_and_of_named_tokens(fake_engine, byte_level):
+    def script(request):
+        index = int(request.request_id.rpartition("#")[2])
+        scored = [TokenLogprobs(-0.25, [], [], [-7.0])] * (len(request.token_ids) - 1)
+        if request.sampling.prompt_logprobs is not None:
+            yield TokenOutput(request_id=request.request_id, token_ids=[], prompt_logprobs=scored)
+        yield TokenOutput(
+            request_id=request.request_id,
+            token_ids=byte_level.encode("a", False),
+            finish_reason="length",
+            logprobs=[TokenLogprobs(float(-index), [], [], [-9.0])],
+        )
+
+    params = SamplingParams(best_of=3, prompt_logprobs=0, token_ids_logprob=(5,))
+    async with connected(fake_engine(byte_level, script=script)) as client:
+        [output] = await client.generate("xyz", params)
+        first, *rest = output.prompt_logprobs
+        assert first is None
+        assert [token.logprob for token in rest] == [-0.25] * (len(output.prompt_token_ids) - 1)
+        [token] = output.choices[0].logprobs
+        assert (token.logprob, [value for *_, value in token.named]) == (0.0, [-9.0])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"typical_p": 0.5},
+        {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1},
+        {"no_repeat_ngram_size": 2}, {"logit_bias": {3: 1.0}}, {"allowed_token_ids": (3,)},
+        {"bad_words": ("a",)}, {"stop": "a"}, {"stop_regex": "a"}, {"prompt_logprobs": 0},
+        {"token_ids_logprob": (3,)}, {"logprobs_mode": "processed_logprobs"}, {"logprobs": -1},
+        {"grammar": Grammar.regex("a")},
+    ],
+)  # fmt: skip
+async def test_beam_search_refuses_by_name_what_it_has_not(fake_engine, byte_level, fields):
+    engine = fake_engine(byte_level)
+    async with connected(engine) as client:
+        for method in (client.generate, client.open):
+            with pytest.raises(InvalidRequest) as caught:
+                await method("x", SamplingParams(n=2, use_beam_search=True, **fields))
+            assert [caught.value.field] == list(fields)
+        assert engine.requests == []
 
 
 async def test_a_search_that_is_broken_off_leaves_nothing(fake_engine, byte_level):
