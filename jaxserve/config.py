@@ -38,7 +38,7 @@ def check_types(config: Any) -> None:
             if typing.get_origin(part) is Literal:
                 choices += typing.get_args(part)
             else:
-                kinds.append(part)
+                kinds.append(typing.get_origin(part) or part)
         if float in kinds:
             kinds.append(int)
         if type(value) in kinds or value in choices:
@@ -127,6 +127,9 @@ class EngineConfig:
         0.9, "share of the device's memory for weights, steps and KV (of what is free, on CPU)"
     )
     prefix_cache: bool = setting(True, "share computed prefixes between requests")
+    embeddings: bool = setting(
+        False, "also serve embeddings: steps that read prompts give their hidden states too"
+    )
     overlap: bool = setting(True, "send the next step before the last one's tokens are read")
     grammar_timeout_s: float = setting(
         10.0, "how long compiling a request's grammar may take before the request is refused"
@@ -191,8 +194,31 @@ class ServerConfig:
     restart_engine: bool = setting(
         False, "start the engine anew when it dies, instead of exiting with an error"
     )
+    files_dir: str | None = setting(
+        None, "folder for uploaded files and batches; not given: no /v1/files and /v1/batches"
+    )
+    max_files_bytes: int = setting(1 << 30, "most that files_dir may hold")
+    tool_call_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "deepseek"
+    ] = setting("auto", "format of the model's tool calls; auto: what its chat template shows")
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = setting(
+        "auto", "format of the model's thinking; auto: what its chat template shows"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "least severe log line to print"
+    )
+    log_format: Literal["text", "json"] = setting(
+        "text", "form of the log: lines of text, or one JSON object a line"
+    )
+    log_text: bool = setting(
+        False, "put prompts and answers of requests in the log, which holds none otherwise"
+    )
+    api_key: tuple[str, ...] = setting(
+        (), "a key that HTTP requests must bring, as Authorization: Bearer KEY; any if none is set"
+    )
+    api_key_file: str | None = setting(None, "file with such keys, one a line")
+    cors_origin: tuple[str, ...] = setting(
+        (), "a web origin whose pages may use the HTTP server from a browser, or *; default: none"
     )
 
     def __post_init__(self):
@@ -201,3 +227,20 @@ class ServerConfig:
         check_range(self, "grpc_port", 0, 65535)
         check_range(self, "grace_s", 0)
         check_range(self, "max_body_bytes", 1024)
+        check_range(self, "max_files_bytes", 0)
+        if not all(key.strip() == key != "" and key.isascii() for key in self.api_key):
+            raise ConfigError(
+                "api_key has one that is empty, or not ASCII, or has spaces around it"
+            )
+
+    def all_api_keys(self) -> tuple[str, ...]:
+        """Those given, and those of the file. Raises: ConfigError if that can't be read."""
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            lines = pathlib.Path(self.api_key_file).read_text(encoding="ascii").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_key_file is {self.api_key_file!r}: {error}") from None
+        if not lines:
+            raise ConfigError(f"api_key_file is {self.api_key_file!r}, which holds no key")
+        return (*self.api_key, *lines)

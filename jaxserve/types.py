@@ -8,7 +8,7 @@ is the same after `resolve`, with every value decided, and is all that the engin
 import json
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
 import msgspec
@@ -17,6 +17,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 """Of all stop strings of a request together."""
 MAX_STOP_TOKEN_IDS = 256
+MAX_STOP_REGEXES = 16
 MAX_LOGPROBS = 20
 ALL_LOGPROBS = -1
 """In place of a number of likeliest tokens: the whole vocabulary."""
@@ -29,6 +30,8 @@ MAX_CHOICES = 128
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR_CHARACTERS = 1 << 18
 
+Pooling = Literal["last", "mean"]
+"""Of a prompt's hidden states after the last norm: that of its last token, or their mean."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
@@ -280,6 +283,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Choices for the prompt."""
     grammar: Grammar | None = None
     """What the text must look like; on the command line KIND=TEXT, as regex=[0-9]+."""
+    best_of: int | None = None
+    """Choices to generate; the `n` of highest mean log-probability per token are returned. With
+    `use_beam_search`: the beams."""
+    stop_regex: tuple[str, ...] | str = ()
+    """Generation ends before the first match of these regular expressions, as before a stop
+    string."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string, or what matched, at the end of the text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Spaces that the tokenizer puts between special tokens; those served here put none."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many of the prompt's last tokens; -1: as many as leave room for max_tokens."""
+    echo: bool = False
+    """Begin the text with the prompt."""
+    stream_interval: int = 1
+    """Stream tokens in groups of this many."""
+    use_beam_search: bool = False
+    """Search for the likeliest texts with `best_of` (default: n) beams; nothing is drawn."""
+    length_penalty: float = 1.0
+    """Beams are ranked by the sum of their log-probabilities / tokens ** this."""
+    early_stopping: bool | Literal["never"] = False
+    """Beam search ends: true, with as many finished beams as there are beams; false, when those
+    running look unlikely to become better; never, when they can't."""
 
     def __post_init__(self):
         def need(field: str, holds: bool, allowed: str):
@@ -384,6 +412,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         need("logprobs_mode", self.logprobs_mode in modes, " or ".join(modes))
         need("n", whole(self.n) and 1 <= self.n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
         need("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar")
+        self._check_text(need)
+        self._check_search(need, whole, real)
 
     def _check_token_options(self, need: Any, whole: Any, real: Any) -> None:
         """The options that name tokens. Raises: InvalidRequest."""
@@ -422,6 +452,60 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         need_at_most("bad_words", len(self.bad_words), MAX_BAD_WORDS, "words")
         length = sum(map(len, self.bad_words))
         need_at_most("bad_words", length, MAX_BAD_WORD_TOKENS, "characters or tokens")
+
+    def _check_text(self, need: Callable[[str, bool, str], None]) -> None:
+        """Checks what concerns the text alone."""
+        if isinstance(self.stop_regex, str):
+            msgspec.structs.force_setattr(self, "stop_regex", (self.stop_regex,))
+        elif isinstance(self.stop_regex, list):
+            msgspec.structs.force_setattr(self, "stop_regex", tuple(self.stop_regex))
+        need(
+            "stop_regex",
+            isinstance(self.stop_regex, tuple)
+            and all(isinstance(s, str) and s for s in self.stop_regex)
+            and len(self.stop_regex) <= MAX_STOP_REGEXES
+            and sum(map(len, self.stop_regex)) <= MAX_STOP_CHARACTERS,
+            f"{MAX_STOP_REGEXES} non-empty strings of {MAX_STOP_CHARACTERS} characters in all",
+        )
+        for field in (
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "echo",
+            "use_beam_search",
+        ):
+            need(field, isinstance(getattr(self, field), bool), "true or false")
+
+    def _check_search(
+        self,
+        need: Callable[[str, bool, str], None],
+        whole: Callable[[Any], bool],
+        real: Callable[[Any], bool],
+    ) -> None:
+        """Checks the numbers of choices and beams, and of tokens in and out."""
+        most = self.truncate_prompt_tokens
+        need(
+            "truncate_prompt_tokens",
+            most is None or (whole(most) and (most == -1 or 1 <= most < 2**31)),
+            "-1, or 1 or more",
+        )
+        interval = self.stream_interval
+        need("stream_interval", whole(interval) and 1 <= interval < 2**31, "1 or more")
+        need(
+            "best_of",
+            self.best_of is None or (whole(self.best_of) and self.n <= self.best_of <= MAX_CHOICES),
+            f"n ({self.n}) to {MAX_CHOICES}",
+        )
+        need("length_penalty", real(self.length_penalty), "a number")
+        need(
+            "early_stopping",
+            isinstance(self.early_stopping, bool) or self.early_stopping == "never",
+            "true, false, never",
+        )
+        if not self.use_beam_search:
+            for field, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, field) != default:
+                    raise InvalidRequest(field, "is only allowed with use_beam_search")
 
 
 class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -467,6 +551,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Requests share computed prefixes only with requests of the same salt."""
     adapter: str = ""
+    pooling: Pooling | None = None
+    """The request is for an embedding: it ends with its prompt."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -497,6 +583,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt's next tokens, the second one first; all come before any new token."""
+    embedding: bytes | None = None
+    """f32[D], little-endian, of a request with `pooling`."""
     error: str | None = None
     """Why, when finish_reason is `error`."""
     invalid_field: str | None = None

@@ -17,6 +17,7 @@ import msgspec
 
 from jaxserve import messages
 from jaxserve.constrained.compiler import Grammars, Job
+from jaxserve.engine.pooling import PooledParts
 from jaxserve.execution.runner import Collected, Pending, Runner
 from jaxserve.execution.sampling import NONE_ALLOWED, NOT_A_NUMBER
 from jaxserve.scheduler.scheduler import Scheduler
@@ -31,6 +32,13 @@ FAULTS = {
 
 COMPILE_POLL_S = 0.001
 """How long to wait for messages when nothing can run but what waits for its grammar."""
+
+
+def _embedding(sequence: Sequence) -> bytes | None:
+    pooling = sequence.request.pooling
+    if pooling is None:
+        return None
+    return sequence.pooled.result(pooling, sequence.num_prompt).tobytes()
 
 
 class Engine:
@@ -122,6 +130,9 @@ class Engine:
             pending, self._pending = self._pending, None
             collected = self._runner.collect(pending)
             outputs += self._prompt_outputs(pending, collected)
+            for row, last, total in collected.pooled:
+                parts = row.sequence.pooled = row.sequence.pooled or PooledParts()
+                parts.add(row.start, row.start + row.num_tokens, last, total)
             for committed in self._scheduler.commit(pending.batch, collected.tokens):
                 sequence = committed.sequence
                 logprobs = collected.logprobs[committed.index]
@@ -138,6 +149,7 @@ class Engine:
                         finish_reason=committed.finish_reason,
                         num_cached_tokens=sequence.num_cached,
                         logprobs=[logprobs] if logprobs and committed.tokens else None,
+                        embedding=_embedding(sequence),
                     )
                 )
         outputs += self._told

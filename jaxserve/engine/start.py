@@ -66,6 +66,7 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
         page_size=config.page_size,
         kv_dtype=jnp.dtype(dtype),
         attention=attention,
+        embeddings=config.embeddings,
     )
     tell(
         "setup", f"{files.name} on {mesh.size} x {devices[0].device_kind}, {jnp.dtype(dtype).name}"

@@ -10,15 +10,19 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
+
+import numpy as np
 
 from jaxserve import messages
 from jaxserve.config import EngineConfig
+from jaxserve.entry import search
 from jaxserve.entry.detokenizer import Detokenizer, StopAutomaton
 from jaxserve.entry.inputs import (
     Messages,
     Prompt,
     check_options,
+    check_search,
     check_token_ids,
     choice_seed,
     for_choice,
@@ -26,6 +30,7 @@ from jaxserve.entry.inputs import (
     list_params,
     list_prompts,
     resolve_sampling,
+    truncate_prompt,
 )
 from jaxserve.entry.request_stream import (
     ChoiceState,
@@ -34,6 +39,7 @@ from jaxserve.entry.request_stream import (
     RequestStream,
     chosen_logprobs,
 )
+from jaxserve.entry.stop_patterns import compile_patterns
 from jaxserve.entry.text_model import TextModel, load_text_model
 from jaxserve.entry.tokenizer import LONG_TEXT, Tokenizer
 from jaxserve.types import (
@@ -44,6 +50,7 @@ from jaxserve.types import (
     EngineInfo,
     EngineStats,
     InvalidRequest,
+    Pooling,
     QueueFull,
     Request,
     RequestFailed,
@@ -74,6 +81,9 @@ _STOP_S = 5.0
 _USER_ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointError, ConfigError, UnsupportedModel)
 }
+
+EMBEDDING = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+"""What a request for an embedding samples: a token that nobody sees."""
 
 Prepared = tuple[list[int], SamplingParams, TokenSampling]
 
@@ -356,8 +366,11 @@ class Client:
         cache_salt: str = "",
         queue: Literal["refuse", "wait"] = "refuse",
         default_max_tokens: int | None = None,
+        pooling: Pooling | None = None,
     ) -> RequestStream:
         """Checks a request and sends it. What the other verbs and the servers are made of.
+
+        `pooling`: an embedding is wanted, see `embed`.
 
         `queue`: what to do when as many choices are in flight as may be. `default_max_tokens`: for
         params without max_tokens, unless the context has less room; None: all the room there is.
@@ -365,6 +378,8 @@ class Client:
         """
         arrival_s = time.monotonic()
         await self.start()
+        if pooling is not None:
+            self._check_pooling(pooling)
         return await self._send(
             await self._prepare(prompt, params or SamplingParams(), default_max_tokens),
             arrival_s,
@@ -372,7 +387,42 @@ class Client:
             priority=priority,
             cache_salt=cache_salt,
             queue=queue,
+            pooling=pooling,
         )
+
+    async def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        **options: Any,
+    ) -> list[np.ndarray]:
+        """One vector, f32[D], for each prompt: its hidden states after the model's last norm,
+        pooled, and scaled to length 1 unless `normalize` is false.
+
+        `options`: as `open` has them. Raises: InvalidRequest unless the engine's config has
+        `embeddings`.
+        """
+        arrival_s = time.monotonic()
+        await self.start()
+        self._check_pooling(pooling)
+        prepared = [await self._prepare(one, EMBEDDING) for one in list_prompts(prompts)]
+        window = asyncio.Semaphore(self.max_in_flight)
+
+        async def run(one: Prepared) -> np.ndarray:
+            async with window:
+                stream = await self._send(one, arrival_s, queue="wait", pooling=pooling, **options)
+                await stream.result()
+            return embedding_of(stream, normalize)
+
+        return await _gather(run(one) for one in prepared)
+
+    def _check_pooling(self, pooling: Any) -> None:
+        if not self.config.embeddings:
+            raise InvalidRequest("input", "can't be embedded: the engine runs without embeddings")
+        if pooling not in get_args(Pooling):
+            raise InvalidRequest("pooling", f"is {pooling!r}; allowed: last, mean")
 
     async def _prepare(
         self, prompt: Prompt, params: SamplingParams, default_max_tokens: int | None = None
@@ -380,13 +430,16 @@ class Client:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequest("prompt", "is empty; allowed: one token or more")
-            prompt = await self._encode(prompt, True, self.info.max_request_tokens)
+            most = self.info.max_request_tokens if params.truncate_prompt_tokens is None else None
+            prompt = await self._encode(prompt, True, most)
         token_ids = check_token_ids("prompt", prompt, self.info.vocab_size)
-        return (
-            token_ids,
-            params,
-            resolve_sampling(params, len(token_ids), self.model, self.info, default_max_tokens),
+        token_ids = truncate_prompt(token_ids, params, self.info.max_request_tokens)
+        sampling = resolve_sampling(
+            params, len(token_ids), self.model, self.info, default_max_tokens
         )
+        check_search(params, len(sampling.stop_token_ids))
+        compile_patterns(params.stop_regex)
+        return token_ids, params, sampling
 
     async def _send(
         self,
@@ -396,11 +449,14 @@ class Client:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
-        queue: Literal["refuse", "wait"] = "refuse",
+        queue: Literal["refuse", "wait", "pass"] = "refuse",
+        pooling: Pooling | None = None,
     ) -> RequestStream:
+        """`queue` "pass": goes in whatever is in flight, as a part of what is counted already."""
         token_ids, params, sampling = prepared
+        width = max(params.n, params.best_of or 0)
         # A request with more choices than the limit may still run alone.
-        while self._choices and len(self._choices) + params.n > self.max_in_flight:
+        while queue != "pass" and self._choices and len(self._choices) + width > self.max_in_flight:
             if queue == "refuse":
                 raise QueueFull(self.max_in_flight)
             self._room.clear()
@@ -410,23 +466,33 @@ class Client:
         assert self._handle is not None
         if request_id is None:
             request_id = uuid.uuid4().hex
-        check_options(request_id, priority, cache_salt)
+        check_options(request_id, priority, cache_salt, self.config.policy)
         wire_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
         if request_id in self._streams or not self._choices.keys().isdisjoint(wire_ids):
             raise InvalidRequest("request_id", f"{request_id!r} is in flight already")
-        stream = RequestStream(request_id, token_ids, params, arrival_s, self._break_off)
-        tokenizer = self.model.tokenizer
+        observer = NoObserver() if queue == "pass" else self._observer
+        stream = RequestStream(request_id, token_ids, params, arrival_s, self._break_off, observer)
+        echo = self.tokenizer.decode(token_ids) if params.echo else ""
         stops = StopAutomaton(params.stop) if params.stop else None
+        patterns = compile_patterns(params.stop_regex)
         for index, wire_id in enumerate(wire_ids):
-            detokenizer = tokenizer and Detokenizer(tokenizer, token_ids, stops, params.min_tokens)
+            detokenizer = self._detokenizer(token_ids, params, stops, patterns)
             choice = ChoiceState(
-                stream, index, wire_id, detokenizer, frozenset(sampling.stop_token_ids)
+                stream,
+                index,
+                wire_id,
+                detokenizer,
+                stop_token_ids=frozenset(sampling.stop_token_ids),
+                echo=echo,
             )
             stream.choices.append(choice)
             self._choices[wire_id] = choice
         self._streams[request_id] = stream
-        self._observer.on_request_start(len(token_ids), params.n)
-        for choice in stream.choices:
+        observer.on_request_start(len(token_ids), params.n)
+        if search.is_search(params):
+            options = {"priority": priority, "cache_salt": cache_salt}
+            stream.search = asyncio.ensure_future(self._search(stream, sampling, options))
+        for choice in stream.choices if stream.search is None else ():
             request = Request(
                 request_id=choice.wire_id,
                 token_ids=token_ids,
@@ -434,6 +500,7 @@ class Client:
                 priority=priority,
                 arrival_s=arrival_s,
                 cache_salt=cache_salt,
+                pooling=pooling,
             )
             self._handle.client_end.send(messages.Submit(request))
         try:
@@ -442,6 +509,53 @@ class Client:
             self._break_off(stream)
             raise
         return stream
+
+    def _detokenizer(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        stops: StopAutomaton | None,
+        patterns: Sequence[Any],
+    ) -> Detokenizer | None:
+        tokenizer = self.model.tokenizer
+        return tokenizer and Detokenizer(
+            tokenizer,
+            prompt_token_ids,
+            stops,
+            params.min_tokens,
+            patterns=patterns,
+            keep_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+        )
+
+    async def _search(
+        self, stream: RequestStream, sampling: TokenSampling, options: Mapping[str, Any]
+    ) -> None:
+        """Finds the choices of a request for beam search or `best_of`, by requests of its own."""
+
+        async def ask(
+            token_ids: list[int], params: SamplingParams, sampling: TokenSampling
+        ) -> RequestOutput:
+            prepared = (token_ids, params, sampling)
+            inner = await self._send(prepared, stream.arrival_s, queue="pass", **options)
+            stream.accept()
+            return await inner.result()
+
+        try:
+            found = await search.run(stream.prompt_token_ids, stream.params, sampling, ask)
+        except Exception as error:
+            while isinstance(error, ExceptionGroup):  # of the beams of a step
+                error = error.exceptions[0]
+            stream.search = None
+            self._fail(stream, error)
+            return
+        stream.search = None
+        stream.num_unseen_tokens = found.num_unseen_tokens
+        if found.prompt_logprobs is not None:
+            stream.prompt_logprobs = found.prompt_logprobs
+        now_s = time.monotonic()
+        for choice, outputs in zip(stream.choices, found.choices, strict=True):
+            self._accept(choice, outputs, now_s)
 
     async def generate(
         self,
@@ -465,7 +579,7 @@ class Client:
             await self._prepare(prompt, each)
             for prompt, each in zip(listed, list_params(params, len(listed)), strict=True)
         ]
-        most_choices = max((one[1].n for one in prepared), default=1)
+        most_choices = max((max(p.n, p.best_of or 0) for _, p, _ in prepared), default=1)
         window = asyncio.Semaphore(max(1, self.max_in_flight // most_choices))
 
         async def run(one: Prepared) -> RequestOutput:
@@ -582,13 +696,17 @@ class Client:
             field = output.invalid_field
             self._fail(stream, InvalidRequest(field, reason) if field else RequestFailed(reason))
             return
-        if not output.token_ids and output.finish_reason is None:
-            stream.accept()
-            return
         if output.prompt_logprobs is not None:
             stream.add_prompt_logprobs(output.prompt_logprobs, self._token_text)
             return
-        token_ids, text = choice.take(output)
+        if not output.token_ids and output.finish_reason is None:
+            stream.accept()
+            return
+        try:
+            token_ids, text = choice.take(output)
+        except RequestFailed as error:
+            self._fail(stream, error)
+            return
         if choice.finish_reason is not None and output.finish_reason is None:
             self._abort_in_engine([choice])  # a stop string: the engine doesn't know
         logprobs = None
@@ -599,9 +717,9 @@ class Client:
         if token_ids:
             if stream.first_token_s is None:
                 stream.first_token_s = now_s - stream.arrival_s
-                self._observer.on_first_token(stream.first_token_s)
+                stream.observer.on_first_token(stream.first_token_s)
             last_s, choice.last_s = choice.last_s, now_s
-            self._observer.on_tokens(len(token_ids), None if last_s is None else now_s - last_s)
+            stream.observer.on_tokens(len(token_ids), None if last_s is None else now_s - last_s)
         if choice.finish_reason is not None:
             self._book_out(choice)
         stream.deliver(choice, text, token_ids, logprobs)
@@ -619,7 +737,7 @@ class Client:
             del self._streams[stream.request_id]
             reason = stream.choices[0].finish_reason
             assert reason is not None
-            self._observer.on_request_finish(
+            stream.observer.on_request_finish(
                 reason, stream.usage(), time.monotonic() - stream.arrival_s
             )
             request_log.info("%s", stream.log_line())
@@ -627,7 +745,7 @@ class Client:
     def _break_off(self, stream: RequestStream) -> None:
         """Ends what still runs of a request, here and in the engine; its reader gets the rest."""
         running = stream.running()
-        self._abort_in_engine(running)
+        self._end_work(stream, running)
         for choice in running:
             text = choice.finish("abort")
             self._book_out(choice)
@@ -637,11 +755,17 @@ class Client:
         """Ends a request: its reader gets the deltas that there are, then the error."""
         stream.error = error
         running = stream.running()
-        self._abort_in_engine(running)
+        self._end_work(stream, running)
         for choice in running:
             choice.finish("error")
             self._book_out(choice)
         stream.wake()
+
+    def _end_work(self, stream: RequestStream, running: Sequence[ChoiceState]) -> None:
+        if stream.search is not None:
+            stream.search.cancel()  # which ends its own requests
+        else:
+            self._abort_in_engine(running)
 
     def _abort_in_engine(self, choices: Sequence[ChoiceState]) -> None:
         if choices and self._handle is not None and self._death is None:
@@ -658,6 +782,14 @@ class Client:
         for stream in list(self._streams.values()):
             self._fail(stream, EngineDead(reason))
         self._room.set()
+
+
+def embedding_of(stream: RequestStream, normalize: bool) -> np.ndarray:
+    """f32[D] of a finished request with `pooling`."""
+    vector = np.frombuffer(stream.choices[0].embedding or b"", "<f4")
+    if normalize:
+        vector = vector / max(float(np.linalg.norm(vector.astype(np.float64))), 1e-12)
+    return vector.astype(np.float32)
 
 
 def _start_error(message: messages.Fatal) -> Exception:

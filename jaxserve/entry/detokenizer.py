@@ -10,6 +10,9 @@ and must wait.
 import codecs
 from collections.abc import Sequence
 
+import regex
+
+from jaxserve.entry.stop_patterns import PatternScanner
 from jaxserve.entry.tokenizer import Tokenizer
 
 
@@ -77,12 +80,20 @@ class Detokenizer:
         prompt_token_ids: Sequence[int],
         stops: StopAutomaton | None = None,
         min_tokens: int = 0,
+        *,
+        patterns: "Sequence[regex.Pattern[str]]" = (),
+        keep_stop: bool = False,
+        skip_special: bool = True,
     ):
         """`min_tokens`: stop strings that are complete before this many tokens are text like any
-        other.
+        other. `patterns` end the text as stop strings do; with `keep_stop` what ended it is its
+        last part. `skip_special`: special tokens are no text.
         """
         self._bytes_of = tokenizer.token_bytes
+        self._skipped = tokenizer.special_token_ids if skip_special else frozenset()
         self._special = tokenizer.special_token_ids
+        self._patterns = PatternScanner(patterns) if patterns else None
+        self._keep_stop = keep_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = stops
         self._min_tokens = min_tokens
@@ -91,7 +102,8 @@ class Detokenizer:
         self._num_tokens = 0
         self._strip_space = tokenizer.strips_first_space
         self.stop_reason: str | None = None
-        """The stop string that ended the text. Tokens that come after it are ignored."""
+        """The stop string, or what a pattern matched, that ended the text. Later tokens are
+        ignored."""
         self._read_prompt(prompt_token_ids)
 
     @property
@@ -113,7 +125,7 @@ class Detokenizer:
         for length in (1, 2, 3):
             piece = tail[-length:]
             if len(piece) == length and piece[0] >= 0xC0:
-                self._decoder.decode(piece)
+                self._decode(piece)
                 if self._decoder.getstate()[0] != piece:
                     self._decoder.reset()
                 return
@@ -127,16 +139,25 @@ class Detokenizer:
             if self.stop_reason is not None:
                 break
             self._num_tokens += 1
-            if token_id in self._special:
+            if token_id in self._skipped:
                 continue
             token_bytes = self._bytes_of(token_id)
-            if self._strip_space and token_bytes:
+            if token_id not in self._special and self._strip_space and token_bytes:
                 token_bytes = token_bytes.removeprefix(b" ")
                 self._strip_space = False
-            text = self._decoder.decode(token_bytes)
+            text = self._decode(token_bytes)
             if text:
-                pieces.append(text if self._stops is None else self._scan(text))
+                pieces.append(self._scan(text))
         return "".join(pieces)
+
+    def _decode(self, token_bytes: bytes) -> str:
+        """The characters that are certain; keeps bytes that may still become one."""
+        text = self._decoder.decode(token_bytes)
+        kept = self._decoder.getstate()[0]
+        if kept[:1] == b"\xed" and kept[1:] >= b"\xa0":
+            # the beginning of a surrogate, which Python keeps although no UTF-8 has any
+            text += self._decoder.decode(b"", True)
+        return text
 
     def finish(self) -> str:
         """The text that was held back, when no more tokens come."""
@@ -144,23 +165,31 @@ class Detokenizer:
         return held
 
     def _scan(self, text: str) -> str:
-        """Runs `text` through the automaton; returns what is certain, keeps the rest in `_held`."""
-        stops = self._stops
-        assert stops is not None
-        state, follow, matches = self._state, stops.next, stops.match
+        """Looks for what ends the text; returns what is certain, keeps the rest in `_held`."""
+        stops, patterns = self._stops, self._patterns
+        if stops is None and patterns is None:
+            return text
         honoured = self._num_tokens >= self._min_tokens
+        state = self._state
+        follow, matches = ([], []) if stops is None else (stops.next, stops.match)
         for index, character in enumerate(text):
-            known = follow[state].get(character)
-            state = known if known is not None else stops.step(state, character)
-            if matches[state] is not None and honoured:
-                stop = matches[state]
-                assert stop is not None
-                self.stop_reason = stop
+            length = 0
+            if stops is not None:
+                known = follow[state].get(character)
+                state = known if known is not None else stops.step(state, character)
+                if matches[state] is not None and honoured:
+                    length = len(matches[state] or "")
+            if patterns is not None:
+                length = max(length, patterns.push(character, honoured))
+            if length:
                 known_text = self._held + text[: index + 1]
                 self._held = ""
-                return known_text[: len(known_text) - len(stop)]
+                end = len(known_text) - length
+                self.stop_reason = known_text[end:]
+                return known_text if self._keep_stop else known_text[:end]
         self._state = state
         known_text = self._held + text
-        certain = len(known_text) - stops.held[state]
+        held = 0 if stops is None else stops.held[state]
+        certain = len(known_text) - max(held, 0 if patterns is None else patterns.held)
         self._held = known_text[certain:]
         return known_text[:certain]

@@ -90,9 +90,8 @@ def describe(error: BaseException) -> Failure:
                 400, "INVALID_ARGUMENT", "invalid_request_error", message, error.field, code
             )
         case HttpFailure():
-            return Failure(
-                error.status, "INVALID_ARGUMENT", "invalid_request_error", message, code=error.code
-            )
+            kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+            return Failure(error.status, "INVALID_ARGUMENT", kind, message, code=error.code)
         case QueueFull():
             return Failure(
                 429,

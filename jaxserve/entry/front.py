@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
+from typing import Any
 
 from jaxserve.entry.client import Client, Prompt, RequestStream
 from jaxserve.entry.failures import Failure, RequestAborted, describe
@@ -17,6 +18,7 @@ from jaxserve.types import (
     FinishReason,
     InvalidRequest,
     ModelNotFound,
+    Pooling,
     RequestFailed,
     SamplingParams,
     Usage,
@@ -35,6 +37,10 @@ class Record:
         self.request_id = request_id
         self.verb = verb
         self.created = int(time.time())
+        self.user: str | None = None
+        """Whom the request says that it is for."""
+        self.client_id = ""
+        """The client's own name for the request (X-Request-Id)."""
         self.streams: list[RequestStream] = []
         self.finish_reasons: list[FinishReason] = []
         self._front = front
@@ -43,13 +49,23 @@ class Record:
         self._ended = False
 
     async def open(
-        self, prompt: Prompt, params: SamplingParams, default_max_tokens: int | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        default_max_tokens: int | None,
+        priority: int = 0,
+        pooling: Pooling | None = None,
     ) -> RequestStream:
         """Sends one of the request's prompts to the engine. Raises: what `Client.open` raises."""
         number = len(self.streams)
         request_id = f"{self.request_id}-{number}" if number else self.request_id
         stream = await self._front.engine().open(
-            prompt, params, request_id=request_id, default_max_tokens=default_max_tokens
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            default_max_tokens=default_max_tokens,
+            pooling=pooling,
         )
         self.streams.append(stream)
         return stream
@@ -59,12 +75,14 @@ class Record:
         for stream in self.streams:
             await stream.aclose()
 
-    def usage(self) -> Usage:
-        """Of all prompts, so far."""
+    def usage(self, num_told: int | None = None) -> Usage:
+        """Of all prompts, so far; with `num_told`, as if these were all generated tokens."""
         usages = [stream.usage() for stream in self.streams]
         return Usage(
             prompt_tokens=sum(u.prompt_tokens for u in usages),
-            completion_tokens=sum(u.completion_tokens for u in usages),
+            completion_tokens=sum(u.completion_tokens for u in usages)
+            if num_told is None
+            else num_told,
             cached_tokens=sum(u.cached_tokens for u in usages),
         )
 
@@ -89,22 +107,45 @@ class Record:
             return
         self._ended = True
         self._front.forget(self)
-        parts = [self.verb, self.request_id, status]
+        fields: dict[str, Any] = {}
+        if self.client_id:
+            fields["client_id"] = self.client_id
+        if self.user is not None:
+            fields["user"] = self.user[:60]
         if failure is not None:
             # The parameter's name, not the message: a message quotes what the client sent.
-            parts.append(f"error={failure.code or failure.type}")
+            fields["error"] = failure.code or failure.type
             if failure.param is not None:
-                parts.append(f"param={failure.param[:60]!r}")
+                fields["param"] = failure.param[:60]
         if self.finish_reasons:
-            parts.append(f"finish={','.join(self.finish_reasons[:8])}")
+            fields["finish"] = ",".join(self.finish_reasons[:8])
         if self.streams:
             usage = self.usage()
-            parts.append(f"prompt={usage.prompt_tokens} cached={usage.cached_tokens}")
-            parts.append(f"generated={usage.completion_tokens}")
+            fields |= {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens}
+            fields["generated"] = usage.completion_tokens
         if self._first_s is not None:
-            parts.append(f"first={self._first_s - self._arrival_s:.3f}s")
-        parts.append(f"total={time.monotonic() - self._arrival_s:.3f}s")
-        log.info(" ".join(parts))
+            fields["first"] = round(self._first_s - self._arrival_s, 3)
+        fields["total"] = round(self.elapsed_s, 3)
+        if self._front.logs_text:
+            fields |= self._texts()
+        quoted = ("client_id", "user", "param", "prompts", "texts")
+        pairs = [f"{k}={v!r}" if k in quoted else f"{k}={v}" for k, v in fields.items()]
+        seconds = [f"{pair}s" if pair.startswith(("first=", "total=")) else pair for pair in pairs]
+        request = {"verb": self.verb, "request_id": self.request_id, "status": status}
+        line = " ".join([*request.values(), *seconds])
+        log.info("%s", line, extra={"fields": request | fields})
+
+    def _texts(self) -> dict[str, Any]:
+        client = self._front.client
+        tokenizer = client and client.model.tokenizer
+        if not tokenizer or not self.streams:
+            return {}
+        prompts = [tokenizer.decode(stream.prompt_token_ids, False) for stream in self.streams]
+        return {"prompts": prompts, "texts": [stream.texts() for stream in self.streams]}
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._arrival_s
 
     def fail(self, error: Exception) -> Failure:
         """Ends the record with what `error` means to a client; an unknown error is logged whole."""
@@ -120,8 +161,10 @@ class Record:
 class Front:
     """The engine's client as the servers see it. `client` is None while the engine starts anew."""
 
-    def __init__(self, client: Client, model_name: str):
+    def __init__(self, client: Client, model_name: str, *, logs_text: bool = False):
+        """`logs_text`: each request's line in the log has its prompt and answers."""
         self.client: Client | None = client
+        self.logs_text = logs_text
         self.info: EngineInfo = client.info
         self.model_name = model_name
         self.started = int(time.time())
@@ -167,6 +210,9 @@ class Front:
         del self._running[record.request_id]
         if not self._running:
             self._idle.set()
+
+    def running_ids(self) -> list[str]:
+        return list(self._running)
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request, of either server; its caller is told. False: it isn't running."""

@@ -28,7 +28,7 @@ from jaxserve.types import ChosenLogprob, Delta, Grammar, InvalidRequest, Sampli
 log = logging.getLogger("jaxserve.grpc")
 
 SERVICE = "jaxserve.v1.Inference"
-ROLES = typing.get_args(ChatMessage.model_fields["role"].annotation)
+ROLES = ("system", "developer", "user", "assistant")
 FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 STRUCTURES: dict[str, Callable[[Any, str], Grammar | None]] = {
     "json_schema": Grammar.json_schema,
@@ -39,6 +39,12 @@ STRUCTURES: dict[str, Callable[[Any, str], Grammar | None]] = {
     "structural_tag": Grammar.structural_tag,
 }
 """Of the oneof `structure`."""
+
+EARLY_STOPPING = {
+    pb.EARLY_STOPPING_FALSE: False,
+    pb.EARLY_STOPPING_TRUE: True,
+    pb.EARLY_STOPPING_NEVER: "never",
+}
 OPTIONAL_SAMPLING = tuple(
     field.name
     for field in pb.SamplingParams.DESCRIPTOR.fields
@@ -95,6 +101,10 @@ def read_sampling(message: pb.SamplingParams) -> SamplingParams:
     given = {name: optional(message, name) for name in OPTIONAL_SAMPLING}
     allowed = optional(message, "allowed_token_ids")
     structure = message.WhichOneof("structure")
+    if given["early_stopping"] is not None:
+        given["early_stopping"] = EARLY_STOPPING.get(given["early_stopping"])
+        if given["early_stopping"] is None:
+            raise InvalidRequest("early_stopping", "is a number without a name")
     return sampling_params(
         **given,
         stop=tuple(message.stop),
@@ -104,6 +114,7 @@ def read_sampling(message: pb.SamplingParams) -> SamplingParams:
         bad_words=(*message.bad_words, *(tuple(word.ids) for word in message.bad_words_ids)),
         token_ids_logprob=tuple(message.token_ids_logprob),
         grammar=structure and STRUCTURES[structure](getattr(message, structure), structure),
+        stop_regex=tuple(message.stop_regex),
     )
 
 
@@ -154,7 +165,8 @@ class Inference:
             if kind is None:
                 raise InvalidRequest("prompt", "is not set; allowed: text or tokens")
             prompt = request.text if kind == "text" else list(request.tokens.ids)
-            return await record.open(prompt, read_sampling(request.sampling), COMPLETION_MAX_TOKENS)
+            params = read_sampling(request.sampling)
+            return await record.open(prompt, params, COMPLETION_MAX_TOKENS, request.priority)
 
         await self._stream("grpc Generate", "gen", request, context, start)
 
@@ -172,11 +184,11 @@ class Inference:
                     )
                 # Checked above: its type is a union of literals, which pyright can't see.
                 role: Any = message.role
-                checked = ChatMessage(role=role, content=message.content)
+                checked = ChatMessage.model_construct(role=role, content=message.content)
                 messages.append(checked.template_message())
             params = read_sampling(request.sampling)
             prompt = await self._front.engine().chat_prompt(messages)
-            return await record.open(prompt, params, None)
+            return await record.open(prompt, params, None, request.priority)
 
         await self._stream("grpc Chat", "chat", request, context, start)
 

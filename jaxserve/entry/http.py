@@ -4,32 +4,43 @@ An endpoint is one function in `make_app`. Every error has OpenAI's body. A clie
 ends its request, whether it streams or not. Imports no jax.
 """
 
-import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import fastapi
-import msgspec
 import pydantic.json_schema
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from jaxserve.config import ServerConfig
+from jaxserve.entry import batches, embeddings, responses, sglang
 from jaxserve.entry import openai_schema as schema
-from jaxserve.entry.failures import Failure, HttpFailure, describe
+from jaxserve.entry.chat_format import ChatFormat, Message
+from jaxserve.entry.failures import HttpFailure, describe
 from jaxserve.entry.front import Front, Record
+from jaxserve.entry.http_guard import guard
+from jaxserve.entry.http_io import (
+    ClientGone,
+    CompletionJob,
+    answer,
+    begin,
+    failure_response,
+    json_response,
+    read,
+    takes,
+)
 from jaxserve.metrics import CONTENT_TYPE, Metrics
-from jaxserve.types import EngineDead, InvalidRequest, QueueFull, RequestFailed, SamplingParams
+from jaxserve.types import EngineDead, InvalidRequest, QueueFull, RequestFailed
 
-CLIENT_GONE = "499"
-"""What the log says of a request whose client left (nginx's number)."""
 BODIES = (
     schema.CompletionRequest,
     schema.ChatRequest,
     schema.TokenizeRequest,
     schema.DetokenizeRequest,
+    embeddings.EmbeddingRequest,
+    responses.ResponsesRequest,
+    batches.BatchRequest,
+    *sglang.BODIES,
 )
 
 KNOWN_ERRORS = (InvalidRequest, QueueFull, EngineDead, RequestFailed, HttpFailure, Exception)
@@ -37,28 +48,17 @@ KNOWN_ERRORS = (InvalidRequest, QueueFull, EngineDead, RequestFailed, HttpFailur
 mistake.
 """
 
-encode = msgspec.json.encode
 
-
-class ClientGone(Exception):
-    """The client closed its connection before it had its answer."""
-
-
-def make_app(front: Front, metrics: Metrics, max_body_bytes: int) -> ASGIApp:
+def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
     """The whole HTTP application, as an ASGI callable."""
     app = fastapi.FastAPI(title="jaxserve", docs_url=None, redoc_url=None)
     app.openapi = lambda: _openapi(app)
 
-    def takes(kind: type[schema.Body]) -> dict[str, Any]:
-        reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
-        content = {"application/json": {"schema": reference}}
-        return {"requestBody": {"required": True, "content": content}}
-
     @app.post("/v1/completions", openapi_extra=takes(schema.CompletionRequest))
     async def completions(request: Request) -> Response:
-        record = front.begin("POST /v1/completions", "cmpl")
+        record = begin(front, request, "cmpl")
 
-        async def prepare() -> Job:
+        async def prepare() -> CompletionJob:
             body = await read(request, schema.CompletionRequest)
             front.check_model(body.model)
             reply = schema.Completion(record.request_id, front.model_name, record.created)
@@ -67,23 +67,18 @@ def make_app(front: Front, metrics: Metrics, max_body_bytes: int) -> ASGIApp:
             if len(body.prompt) > 1 and len(body.prompt) * params.n > most:
                 count = len(body.prompt) * params.n
                 raise InvalidRequest("prompt", f"asks for {count} choices in all; allowed: {most}")
-            return Job(record, reply, body, params, body.prompt)
+            return CompletionJob(record, reply, body, params, body.prompt)
 
         return await answer(request, record, prepare)
 
     @app.post("/v1/chat/completions", openapi_extra=takes(schema.ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        record = front.begin("POST /v1/chat/completions", "chatcmpl")
+        record = begin(front, request, "chatcmpl")
 
-        async def prepare() -> Job:
+        async def prepare() -> CompletionJob:
             body = await read(request, schema.ChatRequest)
             front.check_model(body.model)
-            reply = schema.ChatCompletion(
-                record.request_id, front.model_name, record.created, stream=bool(body.stream)
-            )
-            params = body.sampling()
-            prompt = await front.engine().chat_prompt(body.template_messages())
-            return Job(record, reply, body, params, [prompt])
+            return await chat_job(front, settings, record, body)
 
         return await answer(request, record, prepare)
 
@@ -147,7 +142,47 @@ def make_app(front: Front, metrics: Metrics, max_body_bytes: int) -> ASGIApp:
 
     for kind in KNOWN_ERRORS:
         app.add_exception_handler(kind, failed)
-    return BodyLimit(app, max_body_bytes)
+    embeddings.add_routes(app, front)
+    responses.add_routes(app, front, settings)
+    batches.add_routes(app, front, settings)
+    sglang.add_routes(app, front)
+    return guard(
+        app,
+        max_body_bytes=settings.max_body_bytes,
+        api_keys=settings.all_api_keys(),
+        cors_origins=settings.cors_origin,
+    )
+
+
+async def chat_job(
+    front: Front, settings: ServerConfig, record: Record, body: schema.ChatRequest
+) -> CompletionJob:
+    """A chat request, with its prompt. Raises: InvalidRequest, EngineDead."""
+    engine = front.engine()
+    form = ChatFormat(
+        engine,
+        settings,
+        body.template_tools(),
+        body.chosen_tool(),
+        separates_reasoning=body.separate_reasoning is not False,
+    )
+    params = form.adjust(body.sampling())
+    variables = {**body.template_variables(), **form.template}
+    prompt = await engine.chat_prompt(body.template_messages(), **variables)
+    parser, id_of_call = form.parsers(prompt), form.id_of_call
+
+    def message() -> Message:
+        return Message(
+            parser(),
+            id_of_call,
+            shows_reasoning=body.include_reasoning is not False,
+            has_one_call=body.parallel_tool_calls is False,
+        )
+
+    reply = schema.ChatCompletion(
+        record.request_id, front.model_name, record.created, bool(body.stream), message
+    )
+    return CompletionJob(record, reply, body, params, [prompt])
 
 
 def _openapi(app: fastapi.FastAPI) -> dict[str, Any]:
@@ -161,262 +196,3 @@ def _openapi(app: fastapi.FastAPI) -> dict[str, Any]:
         components.update(bodies.get("$defs", {}))
         app.openapi_schema = description
     return app.openapi_schema
-
-
-# ---- requests and responses
-
-
-class BodyLimit:
-    """Refuses bodies over `max_bytes`: by their Content-Length, or when more than that has come."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int):
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        error = HttpFailure(
-            413, f"the body is larger than {self._max_bytes} bytes", "request_too_large"
-        )
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
-            # What the client still sends is not read, so the connection can't be used again.
-            headers = {"connection": "close"}
-            await failure_response(describe(error), headers)(scope, receive, send)
-            return
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise error
-            return message
-
-        await self._app(scope, counted, send)
-
-
-async def read[B: schema.Body](request: Request, kind: type[B]) -> B:
-    """The request's body, checked.
-
-    Raises: HttpFailure, InvalidRequest; ClientGone if it left while sending.
-    """
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json" and not content_type.endswith("+json"):
-        # Also keeps web pages of other origins out: a browser asks before it sends this type.
-        raise HttpFailure(415, "content-type is not application/json", "unsupported_media_type")
-    try:
-        body = await request.body()
-    except ClientDisconnect:
-        raise ClientGone from None
-    return schema.parse(kind, body)
-
-
-def json_response(body: Any, status: int = 200, headers: Any = None) -> Response:
-    return Response(encode(body), status, headers=headers, media_type="application/json")
-
-
-def failure_response(failure: Failure, headers: Any = None) -> Response:
-    headers = dict(headers or {})
-    if failure.retry_after_s is not None:
-        headers["retry-after"] = str(failure.retry_after_s)
-    return json_response(failure.body, failure.status, headers)
-
-
-async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client goes away.
-
-    The request's body must have been read. Raises: ClientGone, or what `work` raises.
-    """
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-# ---- completions
-
-
-class Job:
-    """One completion request, checked: some prompts with their parameters, and the form of the
-    answer.
-    """
-
-    def __init__(
-        self,
-        record: Record,
-        reply: schema.Completion,
-        body: schema.SamplingBody,
-        params: SamplingParams,
-        prompts: Sequence[str | list[int]],
-    ):
-        self.record = record
-        self.reply = reply
-        self.body = body
-        self._params = params
-        self._prompts = prompts
-        if body.include_usage:
-            reply.envelope["usage"] = None
-
-    async def open(self) -> None:
-        """Sends all prompts to the engine. Raises: what is wrong with any of them."""
-        for prompt in self._prompts:
-            await self.record.open(prompt, self._params, self.body.default_max_tokens)
-
-    async def whole(self) -> dict[str, Any]:
-        """Runs all of it and returns the answer's body."""
-        await self.open()
-        outputs = await gather([stream.result() for stream in self.record.streams])
-        for choice in (choice for output in outputs for choice in output.choices):
-            self.record.note(0, choice.finish_reason)
-        return self.reply.body(outputs)
-
-    async def events(self) -> AsyncGenerator[bytes]:
-        """The server-sent events of the whole answer, once it is open."""
-        record, reply, n = self.record, self.reply, self._params.n
-        num_choices = n * len(self._prompts)
-        if first := reply.first_chunks(num_choices):
-            yield b"".join(event(chunk) for chunk in first)
-        async with contextlib.aclosing(merge(record.streams)) as deltas:
-            async for i, delta in deltas:
-                record.note(len(delta.token_ids), delta.finish_reason)
-                if chunks := reply.chunks(i * n + delta.index, delta):
-                    yield b"".join(event(chunk) for chunk in chunks)
-        if self.body.include_usage:
-            yield event(reply.usage_chunk(record.usage()))
-        yield b"data: [DONE]\n\n"
-
-
-def event(body: dict[str, Any]) -> bytes:
-    return b"data: " + encode(body) + b"\n\n"
-
-
-async def answer(
-    request: Request, record: Record, prepare: Callable[[], Awaitable[Job]]
-) -> Response:
-    """The response to a completion request, whole or streamed, or to what is wrong with it."""
-    opened = False
-    try:
-        job = await prepare()
-        if job.body.stream:
-            await while_connected(request.receive, job.open())
-            opened = True
-            return EventStream(job)
-        body = await while_connected(request.receive, job.whole())
-        record.end("200")
-        return json_response(body, headers=request_id_header(record))
-    except ClientGone:
-        record.end(CLIENT_GONE)
-        return Response(status_code=499)
-    except Exception as error:
-        return failure_response(record.fail(error), request_id_header(record))
-    finally:
-        if not opened:
-            await record.close()
-            record.end(CLIENT_GONE)  # cancelled, or it has ended already
-
-
-def request_id_header(record: Record) -> dict[str, str]:
-    return {"x-request-id": record.request_id}
-
-
-class EventStream(Response):
-    """Streams an open job's events. An error now is one more event: the status is out already."""
-
-    def __init__(self, job: Job):
-        super().__init__()
-        self._job = job
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = self._job.record
-        try:
-            await while_connected(receive, self._run(send))
-        except ClientGone:
-            pass
-        finally:
-            await record.close()
-            record.end(CLIENT_GONE)  # unless it has ended already
-
-    async def _run(self, send: Send) -> None:
-        record = self._job.record
-        headers = {
-            **request_id_header(record),
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
-        }
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-
-        async def write(data: bytes) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-
-        try:
-            async with contextlib.aclosing(self._job.events()) as events:
-                async for data in events:
-                    await write(data)
-            record.end("200")
-        except Exception as error:
-            await write(event(record.fail(error).body))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def gather[T](work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first error ends the others, and is raised once they have ended."""
-    if len(work) == 1:
-        return [await work[0]]
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def merge[T](streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """(index of the stream, item) as they come. The first error ends all of them and is raised."""
-    if len(streams) == 1:
-        async for item in streams[0]:
-            yield 0, item
-        return
-    items: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
-
-    async def drain(index: int, stream: AsyncIterator[T]) -> None:
-        try:
-            async for item in stream:
-                items.put_nowait((index, item))
-        finally:
-            items.put_nowait(None)
-
-    tasks = [asyncio.ensure_future(drain(i, stream)) for i, stream in enumerate(streams)]
-    try:
-        running = len(tasks)
-        while running:
-            item = await items.get()
-            if item is not None:
-                yield item
-                continue
-            running -= 1
-            for task in tasks:
-                if task.done():
-                    task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

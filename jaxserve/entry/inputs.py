@@ -13,6 +13,8 @@ import msgspec
 
 from jaxserve.entry.text_model import TextModel
 from jaxserve.types import (
+    ALL_LOGPROBS,
+    MAX_LOGPROBS,
     ContextExceeded,
     EngineInfo,
     InvalidRequest,
@@ -54,10 +56,12 @@ def resolve_sampling(
     for field in ("stop_token_ids", "logit_bias", "allowed_token_ids", "token_ids_logprob"):
         for token_id in getattr(params, field) or ():
             check_token_id(field, token_id, info.vocab_size)
-    if params.stop and model.tokenizer is None:
-        raise InvalidRequest(
-            "stop", f"needs text, and {model.name} has no tokenizer; use stop_token_ids"
-        )
+    if model.tokenizer is None:
+        for field in ("stop", "stop_regex", "echo"):
+            if getattr(params, field):
+                raise InvalidRequest(
+                    field, f"needs text, and {model.name} has no tokenizer; use stop_token_ids"
+                )
 
     if params.grammar is not None and model.tokenizer is None:
         raise InvalidRequest(params.grammar.field, f"needs text, and {model.name} has no tokenizer")
@@ -125,7 +129,44 @@ def bad_word_ids(
     return tuple(found)
 
 
-def check_options(request_id: Any, priority: Any, cache_salt: Any) -> None:
+def truncate_prompt(
+    token_ids: list[int], params: SamplingParams, max_request_tokens: int
+) -> list[int]:
+    """The prompt's last tokens, as many as `truncate_prompt_tokens` says."""
+    most = params.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    if most == -1:
+        most = max(1, max_request_tokens - (params.max_tokens or params.min_tokens or 1))
+    return token_ids[-most:]
+
+
+def check_search(params: SamplingParams, num_ends: int) -> None:
+    """Raises: InvalidRequest for what can't be had with beam search."""
+    if not params.use_beam_search:
+        return
+    neutral: dict[str, tuple[Any, ...]] = {
+        "temperature": (None, 0), "top_k": (None, 0, -1), "top_p": (None, 1), "min_p": (None, 0),
+        "stop": ((),), "stop_regex": ((),), "typical_p": (None, 1), "grammar": (None,),
+        "repetition_penalty": (None, 1), "presence_penalty": (0,), "frequency_penalty": (0,),
+        "no_repeat_ngram_size": (None, 0), "logit_bias": ({},), "allowed_token_ids": (None,),
+        "bad_words": ((),), "prompt_logprobs": (None,), "token_ids_logprob": ((),),
+        "logprobs_mode": ("raw_logprobs",),
+    }  # fmt: skip
+    for field, values in neutral.items():
+        if getattr(params, field) not in values:
+            raise InvalidRequest(field, "can't be given with use_beam_search")
+    if params.logprobs == ALL_LOGPROBS:
+        raise InvalidRequest("logprobs", "of the whole vocabulary aren't had with use_beam_search")
+    beams = params.best_of or params.n
+    if beams + num_ends > MAX_LOGPROBS:
+        field = "n" if params.best_of is None else "best_of"
+        raise InvalidRequest(
+            field, f"is {beams} beams; allowed: at most {MAX_LOGPROBS - num_ends} here"
+        )
+
+
+def check_options(request_id: Any, priority: Any, cache_salt: Any, policy: str) -> None:
     """Raises: InvalidRequest for what the engine could not take."""
     for field, value, most in (("request_id", request_id, 256), ("cache_salt", cache_salt, 1024)):
         if not isinstance(value, str) or len(value) > most or not value.isprintable():
@@ -134,6 +175,10 @@ def check_options(request_id: Any, priority: Any, cache_salt: Any) -> None:
             )
     if type(priority) is not int or not -(2**31) <= priority < 2**31:
         raise InvalidRequest("priority", f"is {priority!r}; allowed: a 32-bit integer")
+    if priority and policy != "priority":
+        raise InvalidRequest(
+            "priority", f"is {priority}; allowed: 0, since the server's policy is {policy!r}"
+        )
 
 
 def choice_seed(seed: int | None, index: int) -> int:

@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
+import numpy as np
+
 from jaxserve import messages
 from jaxserve.config import EngineConfig, MeshConfig
 from jaxserve.entry.client import Client
@@ -24,6 +26,7 @@ from jaxserve.types import (
     EngineDead,
     EngineInfo,
     EngineStats,
+    Pooling,
     RequestOutput,
     SamplingParams,
 )
@@ -234,6 +237,23 @@ class LLM:
                 yield delta
         finally:
             _abandon(self._loop, stream)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        **options: Any,
+    ) -> list[np.ndarray]:
+        """One vector, f32[D], for each prompt: its hidden states after the model's last norm,
+        pooled, and scaled to length 1 unless `normalize` is false.
+
+        Raises: InvalidRequest unless the engine runs with `embeddings=True`.
+        """
+        return self._call(
+            self._client.embed(prompts, pooling=pooling, normalize=normalize, **options)
+        )
 
     def abort(self, request_id: str) -> bool:
         """Ends a request: whoever reads it gets what there is, with finish_reason `abort`. False:

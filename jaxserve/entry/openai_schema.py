@@ -6,14 +6,17 @@ value asks for nothing (`presence_penalty: 0`). A field that isn't named here is
 Imports no jax.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
 
+from jaxserve.entry.chat_format import Message
 from jaxserve.entry.failures import HttpFailure, UnsupportedParameter
+from jaxserve.entry.search import is_search
 from jaxserve.entry.structured import grammar_of
 from jaxserve.types import (
     ALL_LOGPROBS,
@@ -207,6 +210,9 @@ class Body(pydantic.BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: usage so far in every chunk."
+    )
     include_obfuscation: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
 
 
@@ -227,7 +233,7 @@ class SamplingBody(Body):
     logit_bias: LogitBias | None = Field(None, description="Added to the logits of token ids.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Accepted; has no effect.")
+    user: str | None = Field(None, description="Named in the request's log line.")
     # Extensions, with vLLM's names.
     top_k: int | None = Field(None, description="Keep the k likeliest tokens; 0 or -1: all.")
     min_p: float | None = Field(
@@ -270,15 +276,30 @@ class SamplingBody(Body):
     guided_regex: str | None = Field(None, description="The text matches this as a whole.")
     guided_choice: list[str] | None = Field(None, description="The text is one of these.")
     guided_grammar: str | None = Field(None, description="Lark or EBNF.")
+    best_of: int | None = Field(
+        None, description="Choices to generate, of which the n likeliest are returned."
+    )
+    stop_regex: Stop = ()
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Keep the stop string at the end of the text."
+    )
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; true when not given."
+    )
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="Spaces that the tokenizer puts there; none of those served does."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, description="Keep this many of the prompt's last tokens; -1: what fits."
+    )
+    stream_interval: int | None = Field(None, description="Stream this many tokens at a time.")
+    priority: int | None = Field(
+        None, description="Lower runs first; needs the server's policy 'priority'."
+    )
+    use_beam_search: bool | None = Field(None, description="Search with best_of beams.")
+    length_penalty: float | None = Field(None, description="Of beam search.")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beam search.")
     # Known elsewhere, not supported yet.
-    length_penalty: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
-    use_beam_search: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
-    stop_regex: only([], "") = None  # pyright: ignore[reportInvalidTypeForm]
-    include_stop_str_in_output: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
-    skip_special_tokens: only(True) = None  # pyright: ignore[reportInvalidTypeForm]
-    spaces_between_special_tokens: only(True) = None  # pyright: ignore[reportInvalidTypeForm]
-    truncate_prompt_tokens: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    priority: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
     cache_salt: only() = None  # pyright: ignore[reportInvalidTypeForm]
     default_max_tokens: ClassVar[int | None] = None
     """Where max_tokens is not given; None: until the context is full."""
@@ -287,12 +308,24 @@ class SamplingBody(Body):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "is only allowed when stream is true")
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
+
+    def _sampling(
+        self, max_tokens: int | None, logprobs: int | None, **more: Any
+    ) -> SamplingParams:
+        if self.stream_options is not None:
+            if not self.stream:
+                raise InvalidRequest("stream_options", "is only allowed when stream is true")
+            if self.stream_options.continuous_usage_stats and not self.include_usage:
+                raise InvalidRequest("stream_options.continuous_usage_stats", "needs include_usage")
+        if self.stream_interval is not None and not self.stream:
+            raise InvalidRequest("stream_interval", "is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs", "is not allowed when stream is true")
-        return sampling_params(
+        params = sampling_params(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             temperature=self.temperature,
@@ -317,7 +350,23 @@ class SamplingBody(Body):
             logprobs_mode=self.logprobs_mode,
             n=self.n,
             grammar=grammar_of({name: getattr(self, name) for name in STRUCTURED}),
+            **{name: getattr(self, name) for name in TEXT_FIELDS},
+            **more,
         )
+        if self.stream and is_search(params):
+            field = "use_beam_search" if params.use_beam_search else "best_of"
+            raise InvalidRequest(
+                field, "can't be streamed: what is best is known at the end; allowed: stream false"
+            )
+        return params
+
+
+TEXT_FIELDS = (
+    "best_of", "stop_regex", "include_stop_str_in_output", "skip_special_tokens",
+    "spaces_between_special_tokens", "truncate_prompt_tokens", "stream_interval",
+    "use_beam_search", "length_penalty", "early_stopping",
+)  # fmt: skip
+"""Of a body and of SamplingParams: what concerns text and choices, not the device."""
 
 
 def sampling_params(**given: Any) -> SamplingParams:
@@ -336,13 +385,14 @@ class CompletionRequest(SamplingBody):
         None,
         description=f"Likeliest tokens to report, 0 to {MAX_LOGPROBS}; {ALL_LOGPROBS}: all.",
     )
-    echo: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
-    best_of: only(1) = None  # pyright: ignore[reportInvalidTypeForm]
+    echo: bool | None = Field(None, description="Begin the text with the prompt.")
     suffix: only("") = None  # pyright: ignore[reportInvalidTypeForm]
 
     def sampling(self) -> SamplingParams:
         """Raises InvalidRequest naming the field."""
-        params = self._sampling(self.max_tokens, self.logprobs)
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo", "can't be given with logprobs")
+        params = self._sampling(self.max_tokens, self.logprobs, echo=self.echo)
         if len(self.prompt) * params.n > MAX_PROMPTS:
             raise InvalidRequest(
                 "n", f"is {params.n} for {len(self.prompt)} prompts; allowed: {MAX_PROMPTS} in all"
@@ -358,27 +408,95 @@ class TextPart(Body):
 type TextParts = Annotated[list[TextPart], FailFast()]
 
 
+class FunctionCall(Body):
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionSpec(Body):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | TextParts
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | TextParts | None = None
     name: str | None = None
+    reasoning_content: str | None = Field(None, description="An assistant's thinking, as it was.")
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = Field(None, description="Of the call that a tool's message answers.")
     refusal: only() = None  # pyright: ignore[reportInvalidTypeForm]
     audio: only() = None  # pyright: ignore[reportInvalidTypeForm]
     annotations: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-    reasoning_content: only("") = None  # pyright: ignore[reportInvalidTypeForm]
-    tool_calls: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-    tool_call_id: only() = None  # pyright: ignore[reportInvalidTypeForm]
     function_call: only() = None  # pyright: ignore[reportInvalidTypeForm]
 
-    def template_message(self) -> dict[str, str]:
-        """The message as chat templates expect it; `developer` is the newer name of `system`."""
+    def template_message(self, where: str = "message") -> dict[str, Any]:
+        """The message as chat templates expect it; `developer` is the newer name of `system`.
+
+        Raises: InvalidRequest naming what is wrong with the message at `where`.
+        """
         content = self.content
+        if content is None:
+            if self.role != "assistant" or not (self.tool_calls or self.reasoning_content):
+                raise InvalidRequest(f"{where}.content", "is missing; allowed: text")
+            content = ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
+        for field, owner in (
+            ("reasoning_content", "assistant"), ("tool_calls", "assistant"),
+            ("tool_call_id", "tool"),
+        ):  # fmt: skip
+            if getattr(self, field) and self.role != owner:
+                raise InvalidRequest(f"{where}.{field}", f"is only allowed of role {owner}")
+        if self.role == "tool":
+            if not self.tool_call_id:
+                raise InvalidRequest(f"{where}.tool_call_id", "is missing; allowed: a call's id")
+            message["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             message["name"] = self.name
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [
+                template_call(call, f"{where}.tool_calls[{i}]")
+                for i, call in enumerate(self.tool_calls)
+            ]
         return message
+
+
+def template_call(call: ToolCall, where: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what templates write as JSON."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        raise InvalidRequest(f"{where}.function.arguments", "is not JSON") from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 class ChatRequest(SamplingBody):
@@ -391,9 +509,18 @@ class ChatRequest(SamplingBody):
     prompt_cache_key: str | None = Field(
         None, description="Accepted; every prefix is cached without it."
     )
-    parallel_tool_calls: bool | None = Field(None, description="No effect without tools.")
-    tools: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-    tool_choice: only("none", "auto") = None  # pyright: ignore[reportInvalidTypeForm]
+    tools: Annotated[list[Tool], FailFast()] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: at most one call; no effect without tools."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables for the model's chat template."
+    )
+    separate_reasoning: bool | None = Field(
+        None, description="false: the model's thinking stays where it is, in the content."
+    )
+    include_reasoning: bool | None = Field(None, description="false: it is left out.")
     functions: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
     function_call: only("none", "auto") = None  # pyright: ignore[reportInvalidTypeForm]
     modalities: only(["text"]) = None  # pyright: ignore[reportInvalidTypeForm]
@@ -409,7 +536,6 @@ class ChatRequest(SamplingBody):
     continue_final_message: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
     add_special_tokens: only(False) = None  # pyright: ignore[reportInvalidTypeForm]
     chat_template: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    chat_template_kwargs: only({}) = None  # pyright: ignore[reportInvalidTypeForm]
 
     def sampling(self) -> SamplingParams:
         """Raises InvalidRequest naming the field."""
@@ -435,8 +561,44 @@ class ChatRequest(SamplingBody):
                 raise InvalidRequest("max_completion_tokens", error.message) from None
             raise
 
-    def template_messages(self) -> list[dict[str, str]]:
-        return [message.template_message() for message in self.messages]
+    def template_messages(self) -> list[dict[str, Any]]:
+        """Raises: InvalidRequest naming the message that is wrong."""
+        return [
+            message.template_message(f"messages[{i}]") for i, message in enumerate(self.messages)
+        ]
+
+    def template_variables(self) -> dict[str, Any]:
+        """Raises: InvalidRequest for one that is not the client's to set."""
+        variables = self.chat_template_kwargs or {}
+        for name in ("messages", "tools", "documents", "add_generation_prompt"):
+            if name in variables:
+                raise InvalidRequest("chat_template_kwargs", f"has {name!r}, which is set already")
+        return variables
+
+    def template_tools(self) -> list[dict[str, Any]]:
+        """Raises: InvalidRequest for two tools of one name."""
+        tools: list[dict[str, Any]] = []
+        for tool in self.tools or ():
+            function = {name: value for name, value in tool.function if value is not None}
+            tools.append({"type": "function", "function": function})
+        names = [tool["function"]["name"] for tool in tools]
+        if len(set(names)) < len(names):
+            raise InvalidRequest("tools", "has two functions of one name")
+        return tools
+
+    def chosen_tool(self) -> Literal["none", "auto", "required"] | tuple[str]:
+        """`tool_choice` decided. Raises: InvalidRequest for a tool that there isn't."""
+        choice, names = self.tool_choice, {tool.function.name for tool in self.tools or ()}
+        if choice is None:
+            return "auto"
+        if isinstance(choice, str):
+            if choice == "required" and not names:
+                raise InvalidRequest("tool_choice", "is 'required', and there are no tools")
+            return choice
+        if choice.function.name not in names:
+            name = choice.function.name
+            raise InvalidRequest("tool_choice", f"names {name!r}, which is none of the tools")
+        return (choice.function.name,)
 
 
 class TokenizeRequest(Body):
@@ -481,9 +643,11 @@ def parse[B: Body](kind: type[B], body: bytes) -> B:
 def _location(parts: Sequence[int | str]) -> str:
     """`messages[0].content` of ("messages", 0, "content"); names of union members are left out."""
     text = ""
-    for part in parts:
+    for i, part in enumerate(parts):
         if isinstance(part, int):
             text += f"[{part}]"
+        elif part[:1].isupper() and i < len(parts) - 1:
+            pass  # a model's name
         elif part not in ("str", "list[TextPart]") and "[" not in part:
             text += f".{part}" if text else part
     return text
@@ -649,19 +813,32 @@ class ChatCompletion(Completion):
 
     kind = "chat.completion"
 
-    def __init__(self, id: str, model: str, created: int, stream: bool):
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        created: int,
+        stream: bool,
+        message: Callable[[], Message],
+    ):
+        """`message`: makes what each choice's text becomes."""
         super().__init__(id, model, created)
         if stream:
             self.envelope["object"] = "chat.completion.chunk"
+        self._message = message
+        self._messages: dict[int, Message] = {}
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return {**super().body(outputs), **_prompt_logprobs(outputs[0])}
 
     def _choice(self, choice: Choice, output: RequestOutput) -> dict[str, Any]:
+        message = self._message()
+        message.push(choice.text)
+        message.finish()
         return {
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message.body(),
             "logprobs": chat_logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": _finish_reason(choice.finish_reason, message),
             "stop_reason": choice.stop_reason,
         }
 
@@ -672,16 +849,19 @@ class ChatCompletion(Completion):
         ]
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        chunks: list[dict[str, Any]] = []
-        if delta.text or delta.logprobs:
-            logprobs = chat_logprobs(delta.logprobs)
-            chunks.append(self._chunk(index, {"content": delta.text}, logprobs))
+        message = self._messages.setdefault(index, self._message())
+        events = message.push(delta.text)
         if delta.finish_reason is not None:
-            chunks.append(
-                self._chunk(
-                    index, {}, None, delta.finish_reason, {"stop_reason": delta.stop_reason}
-                )
-            )
+            events += message.finish()
+        deltas = [message.delta(event) for event in events]
+        if delta.logprobs and not deltas:
+            deltas.append({"content": ""})
+        logprobs = [chat_logprobs(delta.logprobs), *[None] * len(deltas)]
+        chunks = [self._chunk(index, each, logprobs[i]) for i, each in enumerate(deltas)]
+        if delta.finish_reason is not None:
+            reason = _finish_reason(delta.finish_reason, message)
+            more = {"stop_reason": delta.stop_reason}
+            chunks.append(self._chunk(index, {}, None, reason, more))
         return chunks
 
     def _chunk(
@@ -700,6 +880,10 @@ class ChatCompletion(Completion):
             **(more or {}),
         }
         return {**self.envelope, "choices": [choice]}
+
+
+def _finish_reason(reason: str, message: Message) -> str:
+    return "tool_calls" if reason == "stop" and message.calls else reason
 
 
 def model_body(name: str, info: EngineInfo, created: int) -> dict[str, Any]:

@@ -55,6 +55,20 @@ class NoObserver:
         pass
 
 
+class Backlog:
+    """What a reader has not had of a choice, to become one delta."""
+
+    def __init__(self):
+        self.pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[ChosenLogprob] = []
+
+    def add(self, text: str, token_ids: list[int], logprobs: list[ChosenLogprob] | None) -> None:
+        self.pieces.append(text)
+        self.token_ids += token_ids
+        self.logprobs += logprobs or ()
+
+
 class ChoiceState:
     """One choice in flight: one Request to the engine. Its stream is the owner."""
 
@@ -64,9 +78,12 @@ class ChoiceState:
         index: int,
         wire_id: str,
         detokenizer: Detokenizer | None,
+        *,
         stop_token_ids: frozenset[int] = frozenset(),
+        echo: str = "",
     ):
-        """`stop_token_ids`: that end it in the engine, the model's own ones included."""
+        """`stop_token_ids`: that end it in the engine, the model's own ones included. `echo`: what
+        the text begins with, before anything is generated."""
         self.stream = stream
         self.index = index
         self.wire_id = wire_id
@@ -75,11 +92,17 @@ class ChoiceState:
         self.stop_token_ids = stop_token_ids
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
+        self._echo = echo
+        self.group = Backlog()
+        """What waits to be streamed until it is `stream_interval` tokens."""
+        self.is_streamed = False
+        """Something of it was."""
         self.logprobs: list[ChosenLogprob] | None = None
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.last_s: float | None = None
+        self.embedding: bytes | None = None
 
     def take(self, output: TokenOutput) -> tuple[list[int], str]:
         """Adds a step's tokens; returns those that count, and the text that is certain now.
@@ -88,6 +111,7 @@ class ChoiceState:
         """
         if not self.token_ids:
             self.num_cached_tokens = output.num_cached_tokens
+        self.embedding = output.embedding
         token_ids, text = output.token_ids, ""
         self.finish_reason = output.finish_reason
         # A stop token counts as generated, but is no text. A grammar may end a text without one.
@@ -107,14 +131,15 @@ class ChoiceState:
             elif output.finish_reason is not None:
                 text += self.detokenizer.finish()
         self.token_ids += token_ids
-        if text:
-            self.pieces.append(text)
-        return token_ids, text
+        return token_ids, self._add(text)
 
     def finish(self, reason: FinishReason) -> str:
         """Breaks off with the text so far; returns what of it was held back."""
         self.finish_reason = reason
-        text = self.detokenizer.finish() if self.detokenizer is not None else ""
+        return self._add(self.detokenizer.finish() if self.detokenizer is not None else "")
+
+    def _add(self, text: str) -> str:
+        text, self._echo = self._echo + text, ""
         if text:
             self.pieces.append(text)
         return text
@@ -129,15 +154,6 @@ class ChoiceState:
             stop_reason=self.stop_reason,
             logprobs=self.logprobs,
         )
-
-
-class Backlog:
-    """What a reader who is behind has not had of a choice, to become one delta."""
-
-    def __init__(self):
-        self.pieces: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[ChosenLogprob] = []
 
 
 class RequestStream:
@@ -155,6 +171,7 @@ class RequestStream:
         params: SamplingParams,
         arrival_s: float,
         break_off: Callable[["RequestStream"], None],
+        observer: Observer | None = None,
     ):
         """`break_off` ends what still runs of the request, in the engine too."""
         self.request_id = request_id
@@ -164,6 +181,11 @@ class RequestStream:
         self.first_token_s: float | None = None
         """Since arrival."""
         self.choices: list[ChoiceState] = []
+        self.observer: Observer = observer or NoObserver()
+        self.search: asyncio.Task[None] | None = None
+        """What finds its choices by requests of its own (beams, best_of); ends with the stream."""
+        self.num_unseen_tokens = 0
+        """Generated for choices that are not returned."""
         self.error: Exception | None = None
         self.prompt_logprobs: list[ChosenLogprob | None] | None = None
         if params.prompt_logprobs is not None:
@@ -189,7 +211,8 @@ class RequestStream:
         """Of the request so far."""
         return Usage(
             prompt_tokens=len(self.prompt_token_ids),
-            completion_tokens=sum(len(choice.token_ids) for choice in self.choices),
+            completion_tokens=self.num_unseen_tokens
+            + sum(len(choice.token_ids) for choice in self.choices),
             cached_tokens=min((choice.num_cached_tokens for choice in self.choices), default=0),
         )
 
@@ -309,7 +332,8 @@ class RequestStream:
     ) -> None:
         """Hands the reader what is new of a choice; its last delta tells how the choice ended.
 
-        A reader who is MAX_UNREAD deltas behind gets what comes then in larger pieces.
+        A reader who is MAX_UNREAD deltas behind gets what comes then in larger pieces, and so does
+        one who asked for a `stream_interval`: the first at once, then as many tokens at a time.
         """
         finished = self.finished
         self._accepted = True
@@ -317,11 +341,19 @@ class RequestStream:
             if finished:
                 self.wake()
             return
+        if (interval := self.params.stream_interval) > 1:
+            group = choice.group
+            group.add(text, token_ids, logprobs)
+            is_due = not choice.is_streamed or len(group.token_ids) >= interval
+            if not is_due and choice.finish_reason is None:
+                return
+            choice.is_streamed = True
+            choice.group = Backlog()
+            text, token_ids = "".join(group.pieces), group.token_ids
+            logprobs = group.logprobs if choice.logprobs is not None else None
         if self._backlogs or len(self._deltas) >= MAX_UNREAD:
             backlog = self._backlogs.setdefault(choice.index, Backlog())
-            backlog.pieces.append(text)
-            backlog.token_ids += token_ids
-            backlog.logprobs += logprobs or ()
+            backlog.add(text, token_ids, logprobs)
             return
         self._deltas.append(
             Delta(
@@ -341,6 +373,10 @@ class RequestStream:
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def texts(self) -> list[str]:
+        """The text of each choice so far."""
+        return ["".join(choice.pieces) for choice in self.choices]
 
     def log_line(self) -> str:
         """How the request went, without its text."""

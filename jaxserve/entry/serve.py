@@ -7,6 +7,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import json
 import logging
 import signal
 import socket
@@ -58,16 +59,33 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     Returns the exit code: 0 after a signal, 1 when the engine died.
     Raises: ConfigError, CheckpointError, UnsupportedModel, EngineDead, OSError from the start.
     """
-    set_up_logging(server.log_level)
+    set_up_logging(server.log_level, server.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(Server(config, server).run())
 
 
-def set_up_logging(level: str) -> None:
-    """Log lines on standard error, from `level` on."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+class JsonLines(logging.Formatter):
+    """Each record as one JSON object; what it has in `fields` as keys of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def set_up_logging(level: str, form: str = "text") -> None:
+    """Log lines on standard error, from `level` on, as text or JSON."""
+    handler = logging.StreamHandler()
+    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(text))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Each request has one line, of "jaxserve.access"; the client's own says less.
     if level != "debug":
         logging.getLogger("jaxserve.requests").setLevel(logging.WARNING)
@@ -155,14 +173,14 @@ class Server:
 
     async def _serve(self, client: Client, http_socket: socket.socket) -> int:
         server = self._server
-        front = Front(client, self._name(client))
+        front = Front(client, self._name(client), logs_text=server.log_text)
         grpc_server = None
         if server.grpc_port is not None:
             grpc_server = GrpcServer(front, server.host, server.grpc_port, server.max_body_bytes)
             await grpc_server.start()
         http_server = _Uvicorn(
             uvicorn.Config(
-                make_app(front, self.metrics, server.max_body_bytes),
+                make_app(front, self.metrics, server),
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from jaxserve.execution import sampling, slot_state, step, token_masks
 from jaxserve.execution.buckets import Buckets, SampleKind, SampleShape, StepShape
 from jaxserve.memory import kv_cache
 from jaxserve.models.registry import BuiltModel
-from jaxserve.scheduler.sequence import Batch
+from jaxserve.scheduler.sequence import Batch, Row
 from jaxserve.types import ALL_LOGPROBS, BucketStats, ConfigError, TokenLogprobs, TokenSampling
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
 
@@ -45,6 +46,8 @@ class Pending:
 
     batch: Batch
     sampled: sampling.Sampled
+    pooled: jax.Array | None = None
+    """f32[2, S, D]: each row's last hidden state, and the sum of them; for embeddings."""
 
 
 @dataclasses.dataclass
@@ -55,6 +58,8 @@ class Collected:
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: list[TokenLogprobs]
     """One for each of its `scoring_rows`."""
+    pooled: list[tuple[Row, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+    """Rows of requests for embeddings: the last hidden state, and the sum of them."""
 
 
 class Runner:
@@ -73,7 +78,9 @@ class Runner:
         page_size: int,
         kv_dtype: jnp.dtype,
         attention: Implementation,
+        embeddings: bool = False,
     ):
+        """`embeddings`: mixed steps give what `Pending.pooled` holds."""
         self.model = model
         self.buckets = buckets
         self.page_size = page_size
@@ -98,6 +105,9 @@ class Runner:
         self._no_masks: dict[int, jax.Array] = {}
         """A mask that allows every token, by its number of rows."""
         self._compiles: CompileCounter | None = None
+        self._embeddings = embeddings
+        self._pooled: jax.Array | None = None
+        """Of the step last sent, if it was mixed."""
 
     # ---- start-up
 
@@ -217,7 +227,10 @@ class Runner:
             shape.kind, shape.tokens, used.num_steps + 1, used.num_tokens + batch.num_tokens
         )
         packed = self._packer.pack(batch, shape)
-        logits, self._kv = self._steps[shape](self._leaves, self._kv, self._last_token, packed)
+        logits, self._kv, *pooled = self._steps[shape](
+            self._leaves, self._kv, self._last_token, packed
+        )
+        self._pooled = pooled[0] if pooled else None
         return logits
 
     def sample(
@@ -250,10 +263,24 @@ class Runner:
         for array in sampled[:-1]:
             if array.size:
                 array.copy_to_host_async()
-        return Pending(batch, sampled)
+        pooled = self._pooled if any(row.sequence.pools for row in batch.rows) else None
+        if pooled is not None:
+            pooled.copy_to_host_async()
+        return Pending(batch, sampled, pooled)
 
     def collect(self, pending: Pending) -> Collected:
         """Waits for a step's tokens."""
+        collected = self._collect_tokens(pending)
+        if pending.pooled is not None:
+            last, total = np.asarray(pending.pooled)
+            collected.pooled = [
+                (row, last[r], total[r])
+                for r, row in enumerate(pending.batch.rows)
+                if row.sequence.pools
+            ]
+        return collected
+
+    def _collect_tokens(self, pending: Pending) -> Collected:
         batch = pending.batch
         # the sampler ran over all rows of the step
         rows = [r for r, row in enumerate(batch.rows) if row.samples]
@@ -297,7 +324,7 @@ class Runner:
         jitted = jax.jit(
             _named(function, f"forward_{shape.kind}_{shape.tokens}x{shape.seqs}"),
             donate_argnums=1,
-            out_shardings=(self._replicated, self._kv_sharding),
+            out_shardings=(self._replicated, self._kv_sharding, *self._pooled_sharding(shape)),
         )
         # GPUs and TPUs round the operands of a float32 product unless told not to.
         is_exact = self._kv_dtype == jnp.float32 and not self.model.placement.on_cpu
@@ -320,6 +347,10 @@ class Runner:
         """A SlotState of shapes and types."""
         shapes = jax.eval_shape(self._empty_slots)
         return jax.tree.map(lambda x: self._array(x.shape, x.dtype), shapes)
+
+    def _pooled_sharding(self, shape: StepShape) -> tuple[NamedSharding, ...]:
+        """Of the third output of steps that have one."""
+        return (self._replicated,) if self._embeddings and shape.kind == "mixed" else ()
 
     def _compile_sample(self, shape: SampleShape) -> None:
         vocab_size = self.model.config.vocab_size
@@ -376,9 +407,23 @@ class Runner:
 
         model = self.model.merge(leaves)
         hidden, kv = model.forward(token_ids, positions, kv, attend)
+        pooled = ()
+        if self._pooled_sharding(shape):
+            pooled = (pool(model.states(hidden), meta.query_start, logit_rows),)
         if shape.kind == "mixed":
             hidden = hidden[logit_rows]
-        return model.logits(hidden), kv
+        return model.logits(hidden), kv, *pooled
+
+
+def pool(
+    states: Float[Array, "T D"], query_start: Int[Array, "S1"], last: Int[Array, " S"]
+) -> Float[Array, "2 S D"]:
+    """Each sequence's last state, and the sum of its states, in float32."""
+    states = states.astype(jnp.float32)
+    token = jnp.arange(states.shape[0])
+    is_own = (token >= query_start[:-1, None]) & (token < query_start[1:, None])
+    total = jnp.einsum("ST,TD->SD", is_own.astype(jnp.float32), states, precision="highest")
+    return jnp.stack([states[last], total])
 
 
 class CompileCounter:

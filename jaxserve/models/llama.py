@@ -105,9 +105,13 @@ class Llama(nnx.Module):
         stream, kv = run_layers(self.layers, stream, kv, windows, step)
         return stream.sum(), kv
 
+    def states(self, hidden: Float[Array, "R D"]) -> Float[Array, "R D"]:
+        """Rows of `forward`'s hidden states after the last norm: what an embedding is made of."""
+        return self.norm(hidden)
+
     def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Logits over the true vocabulary, float32, of rows of `forward`'s hidden states."""
-        x = self.norm(hidden)
+        x = self.states(hidden)
         head = self.embedding if self.head is None else self.head
         return embedding.logits(x, head.get_value(), self.config.vocab_size, self.placement)
 

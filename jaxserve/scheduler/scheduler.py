@@ -165,7 +165,8 @@ class Scheduler:
                     scored += _rows_to_score(row)
                     spare_rows -= num_tokens - 1
                 else:
-                    (decodes if num_tokens == 1 and row.samples else others).append(row)
+                    is_decode = num_tokens == 1 and row.samples and not sequence.pools
+                    (decodes if is_decode else others).append(row)
             spare -= num_tokens - 1
 
         # Whoever was just preempted would be the first to come back: not in the same step.
@@ -193,7 +194,8 @@ class Scheduler:
                     scored += _rows_to_score(row)
                     spare_rows -= num_tokens
                 else:
-                    (decodes if num_tokens == 1 and row.samples else others).append(row)
+                    is_decode = num_tokens == 1 and row.samples and not sequence.pools
+                    (decodes if is_decode else others).append(row)
                     spare_rows -= 1
 
         decodes += scored
@@ -362,6 +364,8 @@ class Scheduler:
         return num_pages
 
     def _match(self, sequence: Sequence) -> list[int]:
+        if sequence.request.pooling == "mean":  # needs every token's hidden state
+            return []
         return self.cache.match(self._root(sequence), sequence.token_ids)
 
     def _root(self, sequence: Sequence) -> tuple[int, str, str]:

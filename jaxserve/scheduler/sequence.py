@@ -10,7 +10,7 @@ catching up.
 """
 
 import dataclasses
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -72,6 +72,10 @@ class Sequence:
     match_hint: tuple[int, int] = (-1, 0)
     """(step, pages) of the last look at what the prefix cache has of it, for the policy."""
 
+    pools: bool = False
+    """Its hidden states are wanted, which no decode step gives."""
+    pooled: Any = None
+    """What steps brought of them, for the loop."""
     is_ready: bool = True
     """Not while its grammar is being compiled: it keeps its place in line and holds nobody up."""
     matcher: Matcher | None = None
@@ -87,6 +91,7 @@ class Sequence:
             num_prompt=num_prompt,
             max_total=num_prompt + sampling.max_tokens,
             stop_token_ids=frozenset(sampling.stop_token_ids),
+            pools=request.pooling is not None,
         )
 
     @property

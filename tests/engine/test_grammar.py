@@ -187,6 +187,41 @@ def test_a_stop_token_within_forced_ones_ends_the_sequence_there(driver):
     assert (result.token_ids, result.finish_reason) == (ids[:3], "stop")
 
 
+SPELLED = {TOKENIZER.token_bytes(t).decode(errors="replace"): t for t in range(400)}
+"""Token ids by their text."""
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"bad_words": tuple((t,) for text, t in SPELLED.items() if "e" in text)}, "[a-df-z]*"),
+        (
+            {"allowed_token_ids": (*(SPELLED[c] for c in "abcdefghijklm"), *EOS)},
+            "[a-m]*",
+        ),
+        ({"logit_bias": {SPELLED["q"]: 100.0}, "logprobs": 1}, "q*"),
+        ({"no_repeat_ngram_size": 1}, r"(?:(.)(?!.*\1))*"),
+        ({"min_tokens": 12, "presence_penalty": 2.0, "typical_p": 0.9}, "[a-z]*"),
+        ({"top_k": 3, "min_p": 0.01, "repetition_penalty": 1.5, "prompt_logprobs": 1}, "[a-z]*"),
+    ],
+)
+def test_a_grammar_and_the_requests_own_options_both_hold(driver, options, pattern):
+    """The letters one by one, so that the patterns are as simple as this."""
+    pairs = {t: -100.0 for text, t in SPELLED.items() if len(text) > 1}
+    options = {**options, "logit_bias": {**pairs, **options.get("logit_bias", {})}}
+    results = run(driver, Grammar.regex("[a-z]{5,20}"), max_tokens=40, **options)
+    for result, text in zip(results, texts(results), strict=True):
+        assert result.error is None
+        assert result.finish_reason == "stop"
+        assert re.fullmatch("[a-z]{5,20}", text)
+        assert re.fullmatch(pattern, text)
+        assert len(result.token_ids) > options.get("min_tokens", 0)
+    few = run(driver, Grammar.regex("[a-z]{5,20}"), PROMPTS[:2], max_tokens=40, **options)
+    assert [r.token_ids for r in few] == [r.token_ids for r in results[:2]], "whatever else runs"
+    forced = run(driver, Grammar.json_schema(PERSON), max_tokens=120, **options)
+    assert all(one.error is None for one in forced)
+
+
 def test_aborted_while_it_compiles_or_runs(driver):
     driver.forget()
     grammar = Grammar.json_schema({"type": "array", "items": PERSON, "minItems": 20})

@@ -45,13 +45,13 @@ class Watch:
         self.sample = driver.runner.sample
         driver.runner.sample = self._watched
 
-    def _watched(self, batch, logits):
-        array = np.asarray(logits)
+    def _watched(self, batch, logits, grammar_masks=None):
+        array = np.array(logits)  # those that a mask is applied to are donated
         for r, row in enumerate(batch.rows):
             if row.samples or row.scores:
                 key = (row.sequence.request.request_id, row.start + row.num_tokens)
                 self.logits[key] = array[r]
-        return self.sample(batch, logits)
+        return self.sample(batch, logits, grammar_masks)
 
     def check(self, request, result) -> None:
         """Holds all of a request's results to the definition."""

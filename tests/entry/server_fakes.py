@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import io
+import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ TEMPLATE = (
 REPLY = "Hello, wörld! "
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """One token a byte, and <s> and </s>."""
     alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
     backend = hf.Tokenizer(hf.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -46,7 +47,7 @@ def byte_tokenizer() -> Tokenizer:
         backend,
         bos_token="<s>",
         eos_token="</s>",
-        chat_template=ChatTemplate(TEMPLATE, bos_token="<s>", eos_token="</s>"),
+        chat_template=ChatTemplate(template, bos_token="<s>", eos_token="</s>"),
     )
 
 
@@ -162,7 +163,13 @@ class FakeEngine:
         if sampling.logprobs is not None or named:
             top = [token, *range(sampling.logprobs or 0)][: sampling.logprobs or 0]
             logprobs = [TokenLogprobs(-0.5, top, [-0.5 - i for i in range(len(top))], named)]
+        embedding = None
+        if one.request.pooling is not None:
+            length = float(len(one.request.token_ids))
+            pair = (length, 0.0) if one.request.pooling == "last" else (3.0, 4.0)
+            embedding = struct.pack("<2f", *pair)
         return TokenOutput(
+            embedding=embedding,
             request_id=request_id,
             token_ids=[token],
             finish_reason=reason,
@@ -225,9 +232,13 @@ class Served:
 
 
 def fake_client_maker(
-    engines: list[FakeEngine], set_up: Callable[[FakeEngine], None], reply: str, **info: Any
+    engines: list[FakeEngine],
+    set_up: Callable[[FakeEngine], None],
+    reply: str = REPLY,
+    template: str = TEMPLATE,
+    **info: Any,
 ) -> Any:
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(template)
 
     def make_client(config: EngineConfig, observer: Any, on_progress: Any) -> Client:
         async def start_engine(config: EngineConfig, process: Any) -> FakeEngine:
@@ -255,7 +266,9 @@ async def serving(
     *,
     set_up: Callable[[FakeEngine], None] = lambda engine: None,
     reply: str = REPLY,
+    template: str = TEMPLATE,
     max_queue: int = 8,
+    embeddings: bool = False,
     info: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
@@ -263,9 +276,9 @@ async def serving(
     engines: list[FakeEngine] = []
     out = io.StringIO()
     server = Server(
-        EngineConfig(model="tiny", max_queue=max_queue),
+        EngineConfig(model="tiny", max_queue=max_queue, embeddings=embeddings),
         ServerConfig(**{"port": 0, "grpc_port": 0, "grace_s": 0.2, **settings}),
-        make_client=fake_client_maker(engines, set_up, reply, **(info or {})),
+        make_client=fake_client_maker(engines, set_up, reply, template, **(info or {})),
         out=out,
     )
     served = Served(server, engines, out)

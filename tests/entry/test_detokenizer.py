@@ -84,6 +84,18 @@ def test_character_cut_off_at_the_end_is_left_out(byte_level):
     assert "".join(read(Detokenizer(byte_level, []), [ids[:-1]])) == "a"
 
 
+@pytest.mark.parametrize("begun", [b"\xed\xa1", b"\xed\xbf", b"\xe0\x80", b"\xf0\x80", b"\xf4\x90"])
+def test_bytes_that_can_become_no_character_are_shown_at_once(tokenizer, begun):
+    of_byte = {tokenizer.token_bytes(token): token for token in range(3, tokenizer.vocab_size)}
+    ids = [of_byte[bytes([byte])] for byte in begun]
+    detokenizer = Detokenizer(tokenizer, [])
+    assert [detokenizer.push([token]) for token in ids] == ["", "\ufffd\ufffd"]
+    assert tokenizer.decode(ids) == "\ufffd\ufffd"
+    end = of_byte[b"x"]
+    assert Detokenizer(tokenizer, ids).push([end]) == "x"
+    assert Detokenizer(tokenizer, ids[:1]).push([*ids[1:], end]).lstrip("\ufffd") == "x"
+
+
 def test_character_begun_in_the_prompt_is_shown_whole(byte_level):
     ids = byte_level.encode("x🎈y", add_special_tokens=False)
     for cut in range(1, len(ids)):

@@ -190,7 +190,7 @@ async def test_stop_while_it_starts():
         while not engine._out.empty():
             engine._out.get_nowait()
 
-    make_client = fake_client_maker([], never_ready, REPLY)
+    make_client = fake_client_maker([], never_ready)
     server = Server(
         EngineConfig(model="tiny"), ServerConfig(port=0), make_client=make_client, out=io.StringIO()
     )
@@ -207,7 +207,7 @@ async def test_an_engine_that_does_not_start():
             engine._out.get_nowait()
         engine.die()
 
-    make_client = fake_client_maker([], dead, REPLY)
+    make_client = fake_client_maker([], dead)
     server = Server(
         EngineConfig(model="tiny"), ServerConfig(port=0), make_client=make_client, out=io.StringIO()
     )
@@ -217,7 +217,7 @@ async def test_an_engine_that_does_not_start():
 
 async def test_a_taken_port_is_an_error_before_anything_loads():
     engines: list[FakeEngine] = []
-    make_client = fake_client_maker(engines, slow, REPLY)
+    make_client = fake_client_maker(engines, slow)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for config in (ServerConfig(port=port), ServerConfig(port=0, grpc_port=port)):
@@ -261,7 +261,7 @@ import sys
 sys.path.insert(0, "tests/entry")
 from server_fakes import fake_client_maker, REPLY
 from jaxserve.entry import serve, cli
-serve.Server.__init__.__kwdefaults__["make_client"] = fake_client_maker([], lambda e: None, REPLY)
+serve.Server.__init__.__kwdefaults__["make_client"] = fake_client_maker([], lambda e: None)
 sys.argv = ["jaxserve", "serve", "tiny", "--port", "0", "--grpc-port", "0"]
 cli.main()
 """

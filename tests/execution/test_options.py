@@ -8,7 +8,7 @@ import numpy as np
 import numpy_sampler as reference
 import pytest
 
-from jaxserve.execution import sampling, slot_state, step
+from jaxserve.execution import sampling, slot_state, step, token_masks
 from jaxserve.execution.buckets import SampleKind
 from jaxserve.execution.runner import LogprobReader, _sample
 from jaxserve.scheduler.sequence import Batch, Row, Sequence
@@ -67,13 +67,30 @@ ELSEWHERE = {
     "stop": "tests/entry/test_detokenizer.py",
     "n": "tests/entry/test_client.py",
     "ignore_eos": "tests/entry/test_client.py",
+    "grammar": "tests/engine/test_grammar.py",
+    **dict.fromkeys(
+        ("use_beam_search", "length_penalty", "early_stopping"), "tests/e2e/test_search.py"
+    ),
+    **dict.fromkeys(
+        (
+            "best_of",
+            "stop_regex",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "truncate_prompt_tokens",
+            "echo",
+            "stream_interval",
+        ),
+        "tests/entry/test_choices.py",
+    ),
 }
-"""Those that never reach the sampler, and what tests them."""
+"""Those that never reach the sampler, but for a grammar's masks; and what tests them."""
 
 
 def test_every_parameter_is_in_the_table():
     assert TABLE.keys() | ELSEWHERE.keys() == set(SamplingParams.__struct_fields__)
-    sampler_fields = set(TokenSampling.__struct_fields__) - {"num_tokens", "max_tokens"}
+    sampler_fields = set(TokenSampling.__struct_fields__) - {"num_tokens", "max_tokens", "grammar"}
     assert sampler_fields == TABLE.keys()
 
 
@@ -90,6 +107,7 @@ def sample():
 
 
 start_row = jax.jit(slot_state.start_row)
+apply_mask = jax.jit(sampling.apply_mask)
 
 
 def make_sequence(options: dict, num_prompt: int, num_output: int) -> Sequence:
@@ -130,14 +148,14 @@ def run_batch(sample, cases: list[dict], logits: np.ndarray, kind: SampleKind | 
             ]
         for packed in starts:
             state = start_row(state, packed)
-    masks = given.masks
-    if masks is None and kind >= SampleKind.FULL:
-        masks = np.full((ROWS, -(-V // 32)), 0xFFFFFFFF, np.uint32)
+    masks, unmasked = given.masks, logits
+    if kind >= SampleKind.FULL:
+        masks = token_masks.all_allowed(ROWS, -(-V // 32)) if masks is None else masks
+    elif masks is not None:
+        logits, masks = apply_mask(logits, masks), None
     before = None if state is None else np.asarray(state.counts)
     last_token = jnp.full(SLOTS, -9, jnp.int32)
-    sampled, last_token, state = sample(
-        kind, logits, last_token, given.options, masks if kind >= SampleKind.FULL else None, state
-    )
+    sampled, last_token, state = sample(kind, logits, last_token, given.options, masks, state)
     tokens = np.asarray(sampled.tokens)
     np.testing.assert_array_equal(np.asarray(last_token)[slots], tokens[: len(rows)])
     assert (np.asarray(last_token) == -9).sum() == SLOTS - len(rows)
@@ -148,7 +166,7 @@ def run_batch(sample, cases: list[dict], logits: np.ndarray, kind: SampleKind | 
         expected[tuple(zip(*counted, strict=True))] = 2
         np.testing.assert_array_equal(added, expected)
     for r, sequence in enumerate(sequences):
-        check_row(r, sequence, logits[r], sampled, int(tokens[r]))
+        check_row(r, sequence, unmasked[r], sampled, int(tokens[r]))
     return tokens[: len(rows)]
 
 
@@ -279,7 +297,8 @@ def test_only_what_a_batch_asks_for_is_computed():
     assert kind_of(greedy, greedy) == SampleKind.GREEDY
     assert kind_of(greedy, random) == SampleKind.RANDOM
     assert kind_of(random, {"top_p": 0.5}) == SampleKind.FILTERED
-    assert kind_of(random, {"bad_words": ((1,),)}) == SampleKind.FULL
+    assert kind_of(random, {"bad_words": ((1,),)}) == SampleKind.RANDOM, "masks go before"
+    assert kind_of(greedy, {"logprobs": 0}) == SampleKind.FULL
     assert kind_of(greedy, {"presence_penalty": 0.1}) == SampleKind.STATEFUL
     assert kind_of({"repetition_penalty": 1.0, "logit_bias": {}, **greedy}) == SampleKind.GREEDY
 
@@ -294,7 +313,7 @@ def test_prompt_rows_tell_the_next_tokens_logprob(sample):
         for packed in given.starts:
             state = start_row(state, packed)
         logits = random_logits()
-        masks = np.full((ROWS, -(-V // 32)), 0xFFFFFFFF, np.uint32)
+        masks = token_masks.all_allowed(ROWS, -(-V // 32))
         sampled, last_token, _ = sample(
             given.kind, logits, jnp.zeros(SLOTS, jnp.int32), given.options, masks, state
         )

@@ -2,6 +2,7 @@
 
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 import tiny_jax
@@ -35,3 +36,23 @@ def test_cases_differ_in_what_they_are_for(hf_logits):
         leaves = tiny_jax.apply_rules(built, tiny_models.tensors(config))
         other = tiny_jax.whole(built)(leaves, tiny_models.token_ids(config))
         assert np.abs(np.asarray(other) - hf_logits[name]).max() > 0.1, name
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_states_are_those_that_hugging_faces_logits_came_from(name, hf_logits):
+    """There are more logits than state is wide, so one state alone explains them."""
+    built, leaves = tiny_jax.build(name)
+    config = tiny_models.CONFIGS[name]
+
+    def states(leaves, token_ids):
+        model = built.merge(leaves)
+        none = (np.zeros(()),) * built.config.num_layers
+        positions = np.arange(len(token_ids))
+        hidden, _ = model.forward(token_ids, positions, none, tiny_jax.dense_attend)
+        return model.states(hidden)
+
+    tensors = tiny_models.tensors(config)
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    expected = np.linalg.lstsq(head.astype(np.float64), hf_logits[name].T, rcond=None)[0].T
+    found = np.asarray(jax.jit(states)(leaves, tiny_models.token_ids(config)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)

@@ -1,0 +1,132 @@
+"""What every HTTP request passes before it reaches an endpoint: size limits, keys, its id.
+
+Imports no jax.
+"""
+
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.entry.failures import HttpFailure, describe
+from jaxserve.entry.http_io import failure_response
+
+MAX_HEADER_BYTES = 32 << 10
+"""Of a request's headers together."""
+OPEN_PATHS = ("/health", "/metrics")
+"""Served without a key: to probes and scrapers."""
+REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+
+
+def guard(
+    app: ASGIApp, *, max_body_bytes: int, api_keys: Sequence[str], cors_origins: Sequence[str]
+) -> ASGIApp:
+    """`app` behind its guards; with `cors_origins`, open to web pages of these origins."""
+    app = RequestId(KeyCheck(SizeLimits(app, max_body_bytes), api_keys))
+    if not cors_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=list(cors_origins),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+
+
+class RequestId:
+    """Answers with the `X-Request-Id` that the client gave, else the endpoint's, else a new one."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        if not REQUEST_ID.fullmatch(given):
+            given = b""
+        scope.setdefault("state", {})["request_id"] = given.decode()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message["headers"])
+                own = [value for name, value in headers if name == b"x-request-id"]
+                headers = [header for header in headers if header[0] != b"x-request-id"]
+                name = given or (own[0] if own else uuid.uuid4().hex.encode())
+                message = {**message, "headers": [*headers, (b"x-request-id", name)]}
+            await send(message)
+
+        await self._app(scope, receive, named)
+
+
+class KeyCheck:
+    """Wants `Authorization: Bearer <key>` with one of the keys; without keys, nothing."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]):
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS:
+            kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            digest = _digest(key.strip())
+            # All are compared, so that the time says nothing of which one it resembles.
+            matches = [hmac.compare_digest(digest, one) for one in self._digests]
+            if kind.lower() != b"bearer" or not any(matches):
+                what = "is not valid" if key else "is missing; send Authorization: Bearer <key>"
+                error = HttpFailure(401, f"the API key {what}", "invalid_api_key")
+                headers = {"www-authenticate": "Bearer"}
+                await failure_response(describe(error), headers)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()  # equal lengths: compare_digest tells lengths apart
+
+
+class SizeLimits:
+    """Refuses headers over MAX_HEADER_BYTES, and bodies over `max_bytes`: by their Content-Length,
+    or when more than that has come.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # What the client still sends is not read, so the connection can't be used again.
+        headers = {"connection": "close"}
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            error = HttpFailure(
+                431, f"the headers are larger than {MAX_HEADER_BYTES} bytes", "headers_too_large"
+            )
+            await failure_response(describe(error), headers)(scope, receive, send)
+            return
+        error = HttpFailure(
+            413, f"the body is larger than {self._max_bytes} bytes", "request_too_large"
+        )
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
+            await failure_response(describe(error), headers)(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise error
+            return message
+
+        await self._app(scope, counted, send)

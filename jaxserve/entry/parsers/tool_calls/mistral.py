@@ -1,0 +1,74 @@
+"""Mistral: [TOOL_CALLS] and then a JSON list of calls, or (since v11) name[ARGS]{...} for each."""
+
+from jaxserve.entry.parsers.json_text import CallObject, JsonValue
+from jaxserve.entry.parsers.parser import Parser
+
+BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
+class Mistral(Parser):
+    needs_special_tokens = True
+
+    def start(self, ended: bool) -> bool:
+        before, marker = self._find(BEGIN)
+        self._say(before)
+        if marker is not None:
+            self._state = self.opened
+            return True
+        if ended:
+            self._say(self._text)
+            self._text = ""
+        return False
+
+    def opened(self, ended: bool) -> bool:
+        text = self._text.lstrip()
+        if not text:
+            return False
+        if text.startswith("["):
+            self._text, self._state = text[1:], self.listed
+        else:
+            self._state = self.named
+        return True
+
+    def listed(self, ended: bool) -> bool:
+        """In a list, before a call or its end."""
+        text = self._text.lstrip(" \t\r\n,")
+        if not text:
+            return False
+        if text.startswith("{"):
+            self._text = text
+            self._object = CallObject(self._call, self._arguments)
+            self._state = self.inside
+        else:
+            self._text = text.removeprefix("]")
+            self._state = self.start
+        return True
+
+    def inside(self, ended: bool) -> bool:
+        self._text, done = self._object.take(self._text)
+        if not self._object.is_started and (self._object.broken or ended):
+            self._say(self._object.raw)
+            self._state = self.start
+            return True
+        if done:
+            self._state = self.listed
+        return done
+
+    def named(self, ended: bool) -> bool:
+        head, brace, rest = self._text.partition("{")
+        if not brace:
+            if ended:
+                self._say(self._text)
+                self._text = ""
+            return False
+        self._call(head.partition(ARGS)[0].partition(CALL_ID)[0].strip())
+        self._value, self._text, self._state = JsonValue(), "{" + rest, self.arguments
+        return True
+
+    def arguments(self, ended: bool) -> bool:
+        taken, done = self._value.take(self._text)
+        self._arguments(taken)
+        self._text = self._text[len(taken) :]
+        if done:
+            self._state = self.start
+        return done

@@ -1,0 +1,108 @@
+"""Keys, limits, request ids, origins, and what the log says."""
+
+import json
+import logging
+
+import pytest
+from server_fakes import serving_http
+from test_http import check_error
+
+from jaxserve.config import ServerConfig
+from jaxserve.entry.serve import JsonLines
+from jaxserve.types import ConfigError
+
+BODY = {"prompt": "secret words", "max_tokens": 4}
+
+
+async def test_without_a_key_only_probes_are_answered(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("second\nthird\n")
+    async with serving_http(api_key=("first",), api_key_file=str(keys)) as (served, http):
+        for headers in (
+            {}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer"},
+            {"authorization": "first"}, {"authorization": "Basic first"},
+            {"authorization": "Bearer first2"}, {"x-api-key": "first"},
+        ):  # fmt: skip
+            response = await http.post("/v1/completions", json=BODY, headers=headers)
+            error = check_error(response, 401)
+            assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+        for path in ("/v1/models", "/get_server_info", "/openapi.json", "/health/../v1/models"):
+            assert (await http.get(path)).status_code == 401
+        assert served.engine.requests == []
+        for key in ("first", "second", "third"):
+            headers = {"authorization": f"bearer {key}"}
+            response = await http.post("/v1/completions", json=BODY, headers=headers)
+            assert response.status_code == 200
+        for path in ("/health", "/metrics"):
+            assert (await http.get(path)).status_code == 200
+
+
+def test_keys_that_cannot_be_are_refused(tmp_path):
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    for key in ("", " a", "ü"):
+        with pytest.raises(ConfigError, match="api_key"):
+            ServerConfig(api_key=(key,))
+    for path in (empty, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match="api_key_file"):
+            ServerConfig(api_key_file=str(path)).all_api_keys()
+
+
+async def test_request_ids_go_in_and_out(caplog):
+    caplog.set_level(logging.INFO, "jaxserve.access")
+    async with serving_http() as (_, http):
+        for path, body in (
+            ("/v1/completions", BODY), ("/v1/completions", {**BODY, "stream": True}),
+            ("/v1/completions", {}), ("/tokenize", {"prompt": "a"}),
+        ):  # fmt: skip
+            response = await http.post(path, json=body, headers={"x-request-id": "mine-1"})
+            assert response.headers.get_list("x-request-id") == ["mine-1"]
+        assert "client_id='mine-1'" in caplog.records[0].getMessage()
+        own = await http.post("/v1/completions", json=BODY)
+        assert own.headers["x-request-id"] == own.json()["id"]
+        assert (await http.get("/nothing")).headers["x-request-id"]
+        for bad in ("a" * 200, "a b"):
+            response = await http.post("/v1/completions", json=BODY, headers={"x-request-id": bad})
+            assert response.headers["x-request-id"] == response.json()["id"]
+
+
+async def test_huge_headers_are_refused():
+    async with serving_http() as (_, http):
+        response = await http.post("/v1/completions", json=BODY, headers={"x": "a" * 40_000})
+        assert check_error(response, 431)["code"] == "headers_too_large"
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+
+
+async def test_origins_that_are_allowed_and_no_others():
+    ask = {"access-control-request-method": "POST", "origin": "https://page.example"}
+    async with serving_http(cors_origin=("https://page.example",), api_key=("k",)) as (_, http):
+        preflight = await http.options("/v1/completions", headers=ask)
+        assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+        headers = {"origin": "https://page.example", "authorization": "Bearer k"}
+        response = await http.post("/v1/completions", json=BODY, headers=headers)
+        assert response.headers["access-control-allow-origin"] == "https://page.example"
+        headers["origin"] = "https://other.example"
+        response = await http.post("/v1/completions", json=BODY, headers=headers)
+        assert "access-control-allow-origin" not in response.headers
+
+
+async def test_log_lines_are_structured_and_hold_text_only_when_asked(caplog):
+    caplog.set_level(logging.INFO, "jaxserve.access")
+    for wanted in (False, True):
+        caplog.clear()
+        async with serving_http(log_text=wanted) as (_, http):
+            await http.post("/v1/completions", json={**BODY, "user": "someone", "n": 2})
+        [record] = [r for r in caplog.records if r.name == "jaxserve.access"]
+        line = json.loads(JsonLines().format(record))
+        assert line["verb"] == "POST /v1/completions"
+        assert line["status"] == "200"
+        assert (line["user"], line["prompt"], line["generated"]) == ("someone", 12, 8)
+        assert line["finish"] == "length,length"
+        assert line["total"] >= line["first"] if "first" in line else line["total"] > 0
+        if wanted:
+            assert line["prompts"] == ["secret words"]
+            assert line["texts"] == [["Hell", "Hell"]]
+        else:
+            assert "secret" not in json.dumps(line)
+            assert "Hell" not in json.dumps(line)
