@@ -91,15 +91,11 @@ def chain(x, weights, *, config: Config | None):
     return x
 
 
-def compile_chain(rows: int, shape: tuple[int, ...], config: Config | None, options) -> Any:
+def compile_chain(rows: int, shape: tuple[int, ...], config: Config | None) -> Any:
     x = jax.ShapeDtypeStruct((rows, shape[-1]), jnp.bfloat16)
     links = 3 if shape[0] > 100_000 else LINKS
     weights = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * links
-    return (
-        jax.jit(functools.partial(chain, config=config))
-        .lower(x, weights)
-        .compile(compiler_options=options)
-    )
+    return jax.jit(functools.partial(chain, config=config)).lower(x, weights).compile()
 
 
 def seconds(function, *args, calls: int = 4, repeats: int = 5) -> float:
@@ -125,11 +121,11 @@ def main() -> None:
     for name in arguments.products.split(","):
         shape, configs = PRODUCTS[name]
         for rows in map(int, arguments.rows.split(",")):
-            cases += [(name, shape, rows, "xla", None, None)]
-            cases += [(name, shape, rows, str(c), c, None) for c in configs]
+            cases += [(name, shape, rows, "xla", None)]
+            cases += [(name, shape, rows, str(c), c) for c in configs]
     compiled: dict[Any, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-        futures = [threads.submit(compile_chain, c[2], c[1], c[4], c[5]) for c in cases]
+        futures = [threads.submit(compile_chain, c[2], c[1], c[4]) for c in cases]
         for case, future in zip(cases, futures, strict=True):
             try:
                 compiled[case[:4]] = future.result()
@@ -139,7 +135,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     weights: list[jax.Array] = []
     last = None
-    for name, shape, rows, label, config, _ in cases:
+    for name, shape, rows, label, config in cases:
         if time.perf_counter() > stop:
             break
         key = f"{name} {rows}"

@@ -37,7 +37,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cache99": {"xla_cmd_buffer_trace_cache_size": 99},
     "skiptemp": {"xla_gpu_command_buffer_update_mode": "SKIP_TEMP"},
     "nodsf": {"xla_gpu_enable_dynamic_slice_fusion": False},
-    "varemap": {"xla_gpu_enable_command_buffer_va_remapping": True},
     "cublas": {"xla_gpu_enable_triton_gemm": False},
 }
 

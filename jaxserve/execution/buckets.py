@@ -75,12 +75,17 @@ class Buckets:
     mixed_tokens: tuple[int, ...]
     max_num_seqs: int
     pages: int
+    sample_rows: tuple[int, ...] = ()
+    """Rows of logits that steps are rounded up to before sampling; empty: none are added."""
 
     @classmethod
     def choose(
         cls, *, platform: str, max_num_seqs: int, max_batched_tokens: int, pages: int
     ) -> "Buckets":
-        """On a CPU a step costs what its padded tokens cost, and a shape seconds to compile."""
+        """On a CPU a step costs what its padded tokens cost, and a shape seconds to compile.
+
+        Elsewhere some rows of logits more cost next to nothing, and programs to compile a start.
+        """
         if platform == "cpu":
             sizes = [t for t in (16, 32, 64, 128) if t < max_batched_tokens]
             sizes += ladder(256, max_batched_tokens) if max_batched_tokens > 256 else []
@@ -88,7 +93,8 @@ class Buckets:
             return cls(tuple(ladder(1, max_num_seqs)), tokens, max_num_seqs, pages)
         seqs = ladder(1, max_num_seqs)
         tokens = ladder(min(256, max_batched_tokens), max_batched_tokens, dense_from=1024)
-        return cls(tuple(seqs), tuple(tokens), max_num_seqs, pages)
+        rows = (*(r for r in (8, 32, 64, 128) if r < max_num_seqs), max_num_seqs)
+        return cls(tuple(seqs), tuple(tokens), max_num_seqs, pages, rows)
 
     def steps(self) -> list[StepShape]:
         decode = [StepShape("decode", s, s, self.pages) for s in self.decode_seqs]
@@ -96,8 +102,12 @@ class Buckets:
         return [*decode, *mixed]
 
     def samples(self) -> list[SampleShape]:
-        rows = sorted({*self.decode_seqs, *(self._mixed(t).seqs for t in self.mixed_tokens)})
+        rows = sorted({self.num_logits(shape) for shape in self.steps()})
         return [SampleShape(kind, r) for r in rows for kind in SampleKind]
+
+    def num_logits(self, shape: StepShape) -> int:
+        """Rows of logits that a step returns: one a sequence, and padding."""
+        return _smallest(self.sample_rows, shape.seqs) if self.sample_rows else shape.seqs
 
     def _mixed(self, tokens: int) -> StepShape:
         return StepShape("mixed", tokens, min(tokens, self.max_num_seqs), self.pages)

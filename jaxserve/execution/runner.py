@@ -412,6 +412,8 @@ class Runner:
             pooled = (pool(model.states(hidden), meta.query_start, logit_rows),)
         if shape.kind == "mixed":
             hidden = hidden[logit_rows]
+        padding = self.buckets.num_logits(shape) - shape.seqs
+        hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
         return model.logits(hidden), kv, *pooled
 
 

@@ -1,9 +1,14 @@
 """What must not change a single token: batching, caching, chunking, preemption, overlap, tensor
 parallelism."""
 
+import functools
+
 import numpy as np
 import pytest
 from engines import Driver, make
+
+from jaxserve.engine import start
+from jaxserve.execution.buckets import Buckets
 
 rng = np.random.default_rng(5)
 PROMPTS = [rng.integers(3, 100, size).tolist() for size in (1, 3, 8, 9, 17, 30, 45, 70)]
@@ -75,6 +80,16 @@ def test_preempted_equals_undisturbed(driver, tmp_path):
 def test_overlapped_equals_synchronous(driver, alone, tmp_path):
     synchronous = make(tmp_path, overlap=False)
     assert synchronous.generate(PROMPTS) == alone
+
+
+def test_rows_of_logits_that_only_pad_change_nothing(driver, alone, tmp_path, monkeypatch):
+    """Shapes as a GPU has them."""
+    as_on_a_gpu = functools.partial(Buckets.choose, platform="gpu")
+    monkeypatch.setattr(start.Buckets, "choose", lambda *, platform, **sizes: as_on_a_gpu(**sizes))
+    padded = make(tmp_path)
+    assert padded.generate(PROMPTS) == alone
+    assert padded.generate(PROMPTS[:3]) == alone[:3]
+    assert padded.generate(PROMPTS, logprobs=2) == alone
 
 
 def test_without_prefix_cache_nothing_is_cached(driver, alone, tmp_path):

@@ -1,0 +1,13 @@
+"""Which shapes are compiled, and which of them a batch runs in."""
+
+from jaxserve.execution.buckets import Buckets
+
+
+def test_logits_are_padded_to_few_sizes_where_rows_are_cheap():
+    gpu = Buckets.choose(platform="gpu", max_num_seqs=256, max_batched_tokens=2048, pages=16)
+    assert {s.rows for s in gpu.samples()} == {8, 32, 64, 128, 256}
+    assert gpu.num_logits(gpu.step("decode", 3, 3)) == 8
+    assert gpu.num_logits(gpu.step("decode", 40, 40)) == 64
+    assert gpu.num_logits(gpu.step("mixed", 300, 2)) == 256
+    cpu = Buckets.choose(platform="cpu", max_num_seqs=8, max_batched_tokens=64, pages=16)
+    assert all(cpu.num_logits(shape) == shape.seqs for shape in cpu.steps())
