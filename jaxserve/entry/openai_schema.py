@@ -187,6 +187,8 @@ Stop = Annotated[
 
 # Named with `type`: before Python 3.12.2 `Annotated[..., FailFast()]` can't stand in a union.
 type TokenIds = Annotated[list[int], FailFast()]
+type Texts = Annotated[list[str], FailFast()]
+type BadWords = Annotated[list[str | TokenIds], FailFast()]
 
 
 def check_biases(value: Any) -> Any:
@@ -250,7 +252,7 @@ class SamplingBody(Body):
         None, description="No run of this many tokens comes twice."
     )
     allowed_token_ids: TokenIds | None = Field(None, description="Only these are sampled.")
-    bad_words: Annotated[list[str | TokenIds], FailFast()] | None = Field(
+    bad_words: BadWords | None = Field(
         None, description="Texts, or runs of token ids, that the output never has."
     )
     prompt_logprobs: int | None = Field(
@@ -432,6 +434,9 @@ class Tool(Body):
     function: FunctionSpec
 
 
+type Tools = Annotated[list[Tool], FailFast()]
+
+
 class FunctionName(Body):
     name: str
 
@@ -509,7 +514,7 @@ class ChatRequest(SamplingBody):
     prompt_cache_key: str | None = Field(
         None, description="Accepted; every prefix is cached without it."
     )
-    tools: Annotated[list[Tool], FailFast()] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(
         None, description="false: at most one call; no effect without tools."

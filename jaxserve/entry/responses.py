@@ -35,12 +35,15 @@ class InputText(Body):
     logprobs: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
 
 
+type InputTexts = Annotated[list[InputText], FailFast()]
+
+
 class InputItem(Body):
     """A message, a tool call, a tool's answer or a piece of thinking, by its `type`."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Annotated[list[InputText], FailFast()] | None = None
+    content: str | InputTexts | None = None
     id: str | None = None
     status: str | None = None
     call_id: str | None = None
@@ -48,6 +51,9 @@ class InputItem(Body):
     arguments: str | None = None
     output: str | None = None
     summary: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
+
+
+type InputItems = Annotated[list[InputItem], FailFast()]
 
 
 class FlatTool(Body):
@@ -58,6 +64,9 @@ class FlatTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+type FlatTools = Annotated[list[FlatTool], FailFast()]
 
 
 class FlatChoice(Body):
@@ -83,13 +92,13 @@ class Text(Body):
 class ResponsesRequest(Body):
     """The body of /v1/responses."""
 
-    input: str | Annotated[list[InputItem], FailFast()]
+    input: str | InputItems
     model: str | None = None
     instructions: str | None = Field(None, description="A system message before the input.")
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: Annotated[list[FlatTool], FailFast()] | None = None
+    tools: FlatTools | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = Field(None, description="The conversation to go on with.")

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import fastapi
 import pydantic
 from fastapi import Request, Response
-from pydantic import FailFast, Field
+from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from jaxserve import __version__
@@ -36,6 +36,7 @@ from jaxserve.entry.openai_schema import (
     Body,
     LogitBias,
     Stop,
+    Texts,
     TokenIds,
     check_prompt,
     only,
@@ -126,7 +127,7 @@ def renamed(error: InvalidRequest) -> InvalidRequest:
 class GenerateRequest(Body):
     """The body of /generate."""
 
-    text: str | Annotated[list[str], FailFast()] | None = None
+    text: str | Texts | None = None
     input_ids: Annotated[Any, pydantic.WithJsonSchema({"type": "array"})] = None
     sampling_params: SglangSampling | list[SglangSampling] | None = None
     stream: bool | None = None
@@ -216,7 +217,7 @@ class ScoreRequest(Body):
     """The body of /v1/score."""
 
     query: str | TokenIds
-    items: str | Annotated[list[str], FailFast()] | list[TokenIds] = Field(
+    items: str | Texts | list[TokenIds] = Field(
         description="One text, or a list of texts or token ids, as the query is."
     )
     label_token_ids: TokenIds = Field(description="Tokens to score at the place after the prompt.")
