@@ -16,6 +16,8 @@ from jaxserve.execution.step import Packer
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig
 from jaxserve.types import Request, TokenSampling
 
+VOCAB_SIZE = 128256
+
 
 def measure(num_seqs: int, context: int, steps: int, temperature: float) -> dict[str, float]:
     """Steady decoding of `num_seqs` sequences of about `context` tokens, one step of overlap;
@@ -33,7 +35,7 @@ def measure(num_seqs: int, context: int, steps: int, temperature: float) -> dict
     buckets = Buckets.choose(
         platform="gpu", max_num_seqs=num_seqs, max_batched_tokens=8192, pages=page_limit
     )
-    packer = Packer(num_seqs, page_limit)
+    packer = Packer(num_seqs, page_limit, VOCAB_SIZE)
     random = SplitMix64(0)
     for i in range(num_seqs):
         sampling = TokenSampling(max_tokens=steps + 32, temperature=temperature, top_p=0.9)
@@ -46,17 +48,19 @@ def measure(num_seqs: int, context: int, steps: int, temperature: float) -> dict
         start = time.perf_counter()
         batch = scheduler.schedule()
         scheduled = time.perf_counter()
-        if batch is not None:
-            shape = buckets.step(batch.kind, batch.num_tokens, len(batch.rows))
+        shape = batch and buckets.step(batch.kind, batch.num_tokens, len(batch.rows))
+        if batch is not None and shape is not None:
             packer.pack(batch, shape)
-            packer.pack_sampling(batch, shape.seqs, 128256)
         packed = time.perf_counter()
         if previous is not None:
             scheduler.commit(previous, np.full(len(previous.sampling_rows), 77).tolist())
         committed = time.perf_counter()
+        if batch is not None and shape is not None:
+            packer.pack_sampling(batch, buckets.num_logits(shape))
+        packed_sampling = time.perf_counter()
         if batch is not None and previous is not None and batch.kind == "decode" == previous.kind:
             taken["schedule"].append(scheduled - start)
-            taken["pack"].append(packed - scheduled)
+            taken["pack"].append(packed - scheduled + packed_sampling - committed)
             taken["commit"].append(committed - packed)
         previous = batch
     medians = {f"{name}_us": float(np.median(times) * 1e6) for name, times in taken.items()}
