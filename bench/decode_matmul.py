@@ -129,7 +129,7 @@ def main() -> None:
         for case, future in zip(cases, futures, strict=True):
             try:
                 compiled[case[:4]] = future.result()
-            except Exception as error:
+            except Exception as error:  # a configuration that does not fit; the next one may
                 compiled[case[:4]] = str(error)[:300]
     print(f"compiled, {stop - time.perf_counter():.0f} s left", flush=True)
     figures: dict[str, Any] = {}

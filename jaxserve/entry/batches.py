@@ -8,6 +8,7 @@ full. Files outlive the server, batches don't: one that runs when the server end
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import re
@@ -29,6 +30,8 @@ from jaxserve.entry.front import Front
 from jaxserve.entry.http_io import encode, json_response, read, takes
 from jaxserve.entry.openai_schema import Body
 from jaxserve.types import InvalidRequest
+
+log = logging.getLogger("jaxserve.batches")
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LINES = 50_000
@@ -225,8 +228,11 @@ class Runner:
             if batch.body["status"] != "cancelling":
                 raise
             batch.become("cancelled")
-        except Exception as error:
-            message = str(error) if isinstance(error, HttpFailure) else "internal error"
+        except Exception as error:  # nobody awaits the task: the batch tells how it ended
+            message = str(error)
+            if not isinstance(error, HttpFailure):
+                log.exception("batch %s failed", batch.body["id"])
+                message = "internal error"
             batch.body["errors"] = {"object": "list", "data": [{"message": message}]}
             batch.become("failed")
 

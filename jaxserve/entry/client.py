@@ -543,7 +543,7 @@ class Client:
 
         try:
             found = await search.run(stream.prompt_token_ids, stream.params, sampling, ask)
-        except Exception as error:
+        except Exception as error:  # nobody awaits the task: whoever reads the stream is told
             while isinstance(error, ExceptionGroup):  # of the beams of a step
                 error = error.exceptions[0]
             stream.search = None

@@ -204,7 +204,7 @@ async def answer(
     except ClientGone:
         record.end(CLIENT_GONE)
         return Response(status_code=499)
-    except Exception as error:
+    except Exception as error:  # answered; `fail` logs faults of ours
         return failure_response(record.fail(error), request_id_header(record))
     finally:
         if not opened:
@@ -224,7 +224,7 @@ async def respond(
     except ClientGone:
         record.end(CLIENT_GONE)
         return Response(status_code=499)
-    except Exception as error:
+    except Exception as error:  # answered; `fail` logs faults of ours
         return failure_response(record.fail(error), request_id_header(record))
     finally:
         await record.close()
@@ -271,7 +271,7 @@ class EventStream(Response):
                 async for data in events:
                     await write(data)
             record.end("200")
-        except Exception as error:
+        except Exception as error:  # the status is sent: the stream itself tells
             await write(self._job.error_event(record.fail(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -591,7 +591,7 @@ def add_routes(app: fastapi.FastAPI, front: Front, settings: ServerConfig) -> No
             try:
                 await job.finish()
                 record.end("200")
-            except Exception as error:
+            except Exception as error:  # nobody awaits the task: the response tells how it ended
                 job.fail(record.fail(error))
             finally:
                 await record.close()
