@@ -10,6 +10,8 @@ import pytest
 from server_fakes import REPLY, serving
 from test_http import check_error
 
+from jaxserve.entry import batches
+
 
 def lines(*bodies: dict[str, Any], url: str = "/v1/completions", **changes: Any) -> bytes:
     found = [
@@ -154,3 +156,20 @@ async def test_what_cannot_be_is_refused(client, served):
 async def test_without_a_folder_there_are_none():
     async with serving() as served, httpx.AsyncClient(base_url=served.url) as http:
         check_error(await http.get("/v1/files"), 404)
+
+
+async def test_a_fault_inside_fails_the_batch_and_is_logged(client, monkeypatch, caplog):
+    async def broken(self, batch):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(batches.Runner, "_run", broken)
+    file = await client.files.create(file=("in.jsonl", lines({"prompt": "a"})), purpose="batch")
+    batch = await client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    batch = await ended(client, batch.id)
+    assert batch.status == "failed"
+    assert batch.errors.data[0].message == "internal error"
+    [record] = [r for r in caplog.records if r.name == "jaxserve.batches"]
+    assert batch.id in record.message
+    assert "out of order" in str(record.exc_info[1])
