@@ -5,7 +5,7 @@ import argparse
 import types
 import typing
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from bench import record
 from jaxserve import LLM
@@ -36,6 +36,13 @@ def engine_parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
         name = "--" + flag.name.replace("_", "-")
         group.add_argument(name, help=text, default=default, **settings)
     assert not defaults, f"no settings of the engine: {', '.join(defaults)}"
+    parser.add_argument(
+        "--process",
+        choices=("thread", "spawn"),
+        default="spawn",
+        help="whether the engine runs in a thread here or, as a server's does, in a process of its "
+        "own (default: spawn)",
+    )
     return parser
 
 
@@ -45,9 +52,13 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     return cli.engine_config(fields.pop("model"), fields)
 
 
-def start(config: EngineConfig) -> LLM:
-    """The engine in this process, ready; prints what its start does."""
-    return LLM(config, on_progress=lambda told: print(told.stage, told.text, flush=True))
+def start(config: EngineConfig, process: Literal["thread", "spawn"]) -> LLM:
+    """The engine, ready; prints what its start does."""
+    return LLM(
+        config,
+        process=process,
+        on_progress=lambda told: print(told.stage, told.text, flush=True),
+    )
 
 
 def device_name(info: EngineInfo) -> str:

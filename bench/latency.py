@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args()
-    with engines.start(engines.engine_config(arguments)) as llm:
+    with engines.start(engines.engine_config(arguments), arguments.process) as llm:
         info = llm.info
         figures = measure(llm, arguments)
     rate = COPY_RATE.get(info.device_kind)

@@ -96,7 +96,8 @@ def main() -> None:
     config = engines.engine_config(arguments)
     by_cache, device = {}, ""
     for name, prefix_cache in (("cache on", True), ("cache off", False)):
-        with engines.start(dataclasses.replace(config, prefix_cache=prefix_cache)) as llm:
+        chosen = dataclasses.replace(config, prefix_cache=prefix_cache)
+        with engines.start(chosen, arguments.process) as llm:
             by_cache[name] = measure(llm, arguments)
             device = engines.device_name(llm.info)
     figures: dict[str, Any] = {}

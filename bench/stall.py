@@ -79,7 +79,7 @@ def summary(gaps_s: list[float]) -> dict[str, float]:
 async def measure(config: EngineConfig, arguments: argparse.Namespace) -> tuple[dict, str]:
     """Figures of one engine, and its device's name."""
     params = SamplingParams(max_tokens=LONG_OUTPUT, temperature=0, ignore_eos=True)
-    async with AsyncLLM(config) as llm:
+    async with AsyncLLM(config, process=arguments.process) as llm:
         vocab = llm.info.vocab_size
         # one more than is counted: the first of each kind warms up
         first, *prompts = make_prompts(arguments.long_prompts + 1, arguments.long_len, 1, vocab)

@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--shrink", type=int, default=1)
     arguments = parser.parse_args()
-    with engines.start(engines.engine_config(arguments)) as llm:
+    with engines.start(engines.engine_config(arguments), arguments.process) as llm:
         figures = measure(llm, arguments)
         figures["start"] = engines.start_figures(llm.info)
         device = engines.device_name(llm.info)

@@ -6,6 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import dispatch
 from pallas_kernels.decode_matmul.api import choose
 from pallas_kernels.decode_matmul.gpu import Config, decode_matmul
 from sharding.place import Placement
@@ -47,7 +48,7 @@ def linear_to_add(
     placement: Placement,
     bias: nnx.Param | None,
 ) -> Float[Array, "T outputs"] | Float[Array, "S T outputs"]:
-    """As `linear` and a bias, for `norm.Residual`: float32 parts where the product comes in such.
+    """As `linear` and a bias, for `norm.Residual`: in parts where a kernel is to add them.
 
     Inputs may be split over devices, whose sums are then added up.
     """
@@ -55,7 +56,9 @@ def linear_to_add(
     if parts is not None:
         return parts
     x = placement.constrain(linear(x, weight, placement), ("tokens", "embed"))
-    return x if bias is None else x + bias.get_value()
+    x = x if bias is None else x + bias.get_value()
+    is_hopper = placement.device_kind is not None and dispatch.is_hopper(placement.device_kind)
+    return x[None] if is_hopper and x.dtype.itemsize == 2 else x
 
 
 def gated_linear(

@@ -19,7 +19,7 @@ class Residual:
 
     hidden: Float[Array, "T D"]
     addend: Float[Array, "T D"] | Float[Array, "S T D"] | None = None
-    """Of three dimensions: float32 parts whose sum is meant (see `linear_parts`)."""
+    """Of three dimensions: parts whose sum is meant (see `linear_to_add`)."""
 
     def plus(self, addend: Float[Array, "..."]) -> "Residual":
         assert self.addend is None

@@ -1,8 +1,9 @@
-"""Residual addition and RMSNorm on a GPU: a Pallas Mosaic GPU kernel for a decode step's few rows.
+"""Residual addition and RMSNorm on a GPU: a Pallas Mosaic GPU kernel.
 
-XLA makes two or three kernels of it, each of which costs more in starting than in reading. Here a
-warpgroup has a row: it adds up the parts of the product before (see `decode_matmul`), adds the row
-of the residual stream, and holds it in registers between the sum of squares and the scaling.
+XLA makes two or three kernels of it, which for a decode step's few rows cost more in starting than
+in reading, and read a prefill's twice. Here a warpgroup has a row: it adds up the parts of the
+product before (see `decode_matmul`), adds the row of the residual stream, and holds it in registers
+between the sum of squares and the scaling.
 """
 
 import functools
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float
+
+from pallas_kernels.early_launch import allow_next, wait_for_inputs
 
 plgpu: Any = mosaic_gpu
 
@@ -39,7 +42,7 @@ def add_norm(
     """hidden + sum(parts), and its RMSNorm, both in hidden's dtype."""
     row = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
     return plgpu.kernel(
-        functools.partial(_row, eps=eps),
+        functools.partial(_row, eps=eps, interpret=interpret),
         out_type=[row, row],
         grid=(len(hidden),),
         grid_names=("row",),
@@ -51,11 +54,13 @@ def add_norm(
     )(hidden, parts, scale)
 
 
-def _row(hidden_ref, parts_ref, scale_ref, sum_ref, normed_ref, *, eps):
+def _row(hidden_ref, parts_ref, scale_ref, sum_ref, normed_ref, *, eps, interpret):
+    allow_next(interpret)
+    wait_for_inputs(interpret)
     row = lax.axis_index("row")
     x = hidden_ref[row].astype(jnp.float32)
     for part in range(parts_ref.shape[0]):
-        x = x + parts_ref[part, row]
+        x = x + parts_ref[part, row].astype(jnp.float32)
     rounded = x.astype(sum_ref.dtype)
     sum_ref[row] = rounded
     x = rounded.astype(jnp.float32)

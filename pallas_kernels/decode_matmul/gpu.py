@@ -28,10 +28,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.early_launch import allow_next, wait_for_inputs
+
 plgpu: Any = mosaic_gpu  # whose annotations call its transforms abstract and its ACC private
 
 BLOCK_M = 64  # rows of a wgmma
 SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
+AHEAD = 8  # copies of weights that are sent before the kernel ahead has ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +116,7 @@ def decode_matmul(
             block_m=block_m,
             warpgroups=warpgroups,
             config=config,
+            interpret=interpret,
         ),
         out_type=jax.ShapeDtypeStruct(shape, out_dtype),
         scratch_types=scratch,
@@ -146,6 +150,7 @@ def _block(
     block_m,
     warpgroups,
     config,
+    interpret,
 ):
     (x_smem, *weight_smem), out_smem = smem
     split, tile = lax.axis_index("split"), lax.axis_index("tile")
@@ -162,14 +167,11 @@ def _block(
     def _():
         plgpu.set_max_registers(40, action="decrease")
 
-        def load(i, _):
-            stage = lax.rem(i, jnp.int32(stages))
-            inputs = pl.ds((first + i) * block_k, block_k)
+        def stage_of(i):
+            return lax.rem(i, jnp.int32(stages)), pl.ds((first + i) * block_k, block_k)
 
-            @pl.when(i >= stages)
-            def _():
-                plgpu.barrier_wait(free.at[stage])
-
+        def load_weight(i, _):
+            stage, inputs = stage_of(i)
             for half, smem in enumerate(weight_smem):
                 outputs = pl.ds(first_out, block_n)
                 source = (
@@ -178,6 +180,10 @@ def _block(
                     else weight_ref.at[outputs, half, inputs]
                 )
                 plgpu.copy_gmem_to_smem(source, smem.at[stage], full.at[stage])
+            return ()
+
+        def load_rows(i, _):
+            stage, inputs = stage_of(i)
             plgpu.copy_gmem_to_smem(
                 x_ref.at[pl.ds(0, copied), inputs],
                 x_smem.at[stage, pl.ds(0, copied)],
@@ -186,7 +192,23 @@ def _block(
             )
             return ()
 
-        lax.fori_loop(0, count, load, ())
+        def load_both(i, _):
+            load_weight(i, ())
+            return load_rows(i, ())
+
+        def load(i, _):
+            plgpu.barrier_wait(free.at[stage_of(i)[0]])
+            return load_both(i, ())
+
+        # The first weights don't wait for the rows to be there.
+        room = jnp.minimum(count, stages)
+        ahead = jnp.minimum(count, min(stages, AHEAD))
+        lax.fori_loop(0, ahead, load_weight, ())
+        allow_next(interpret)
+        wait_for_inputs(interpret)
+        lax.fori_loop(0, ahead, load_rows, ())
+        lax.fori_loop(ahead, room, load_both, ())
+        lax.fori_loop(room, count, load, ())
 
         # Leave only when all that was sent has been consumed.
         def drain(i, _):

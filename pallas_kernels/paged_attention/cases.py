@@ -147,6 +147,8 @@ CASES: tuple[Case, ...] = (
     Case("llama8b-decode-64-4k-page64", ((1, 4096),) * 64, **LLAMA_8B, page_size=64),
     Case("llama8b-decode-256-1k", ((1, 1024),) * 256, **LLAMA_8B),
     Case("llama8b-decode-256-500", ((1, 500),) * 256, **LLAMA_8B),
+    Case("llama8b-decode-64-264", ((1, 264),) * 64, **LLAMA_8B),
+    Case("llama8b-decode-256-264", ((1, 264),) * 256, **LLAMA_8B),
     Case("llama8b-decode-32-8k", ((1, 8192),) * 32, **LLAMA_8B),
     Case("llama8b-decode-ragged", ((1, 32768),) + ((1, 500),) * 63, **LLAMA_8B),
     Case("qwen3-decode-64-2k", ((1, 2048),) * 64, **QWEN3_14B),

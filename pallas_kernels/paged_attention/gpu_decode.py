@@ -6,8 +6,8 @@ rate at 32 rows of 8k, 89 % at 64 of 4k, 91 % at 256 of 1k, but 44 % at one row 
 
 `gpu_plan` shares the blocks of all (row, kv head) tasks out to workers, which stay on their
 multiprocessor. A worker is two warpgroups: one issues the copies of pages into a ring in shared
-memory, the other multiplies. A thread block has one such pair, or two where blocks of keys are so
-small that multiplying takes longer than copying.
+memory, the other multiplies. A thread block has two such pairs where shared memory holds them, so
+that one's copies fill the time in which the other's work depends on what it waits for.
 
 A kv head's queries are rows of a 64-row matrix, new tokens in order, the heads of the group
 together; what the other rows hold is never written:
@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.early_launch import allow_next, wait_for_inputs
 from pallas_kernels.paged_attention import gpu_merge, reference
 from pallas_kernels.paged_attention.gpu_merge import LANES
 from pallas_kernels.paged_attention.gpu_plan import BLOCK, make_plan
@@ -67,12 +68,11 @@ class Config:
         if self.workers % self.pairs:
             raise ValueError(f"workers is {self.workers}, no multiple of {self.pairs} pairs")
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Shared memory a thread block takes, near enough."""
+    def shared_bytes(self, head_dim: int, rows: int) -> int:
+        """Shared memory a thread block takes, near enough, with `rows` of queries a kv head."""
         ring = self.stages * 2 * BLOCK * head_dim * 2
-        queries = self.query_buffers * BLOCK * head_dim * 2
-        out = BLOCK * head_dim * (4 if self.pairs == 1 else 4 + 2 + 2)
-        return self.pairs * (ring + queries + out) + 2048
+        queries = self.pairs * self.query_buffers * rows + BLOCK - rows
+        return self.pairs * (ring + BLOCK * head_dim * 4) + queries * head_dim * 2 + 2048
 
 
 # What `python -m bench.kernels --sweep` found fastest: device kind -> head width, page size.
@@ -81,16 +81,24 @@ MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of the others: 132
 
 
 def default_config(spec: AttentionSpec, device_kind: str = "") -> Config:
-    """The tuned settings of this kind of device, or else as many stages as fit, 4 at most, and one
-    pair: two have not been measured."""
+    """The tuned settings of this kind of device, or else two pairs if they fit (4 % of a whole step
+    at 256 rows of 256, H200), and as many stages as fit, 4 at most."""
     if tuned := TUNED.get(device_kind, {}).get((spec.head_dim, spec.page_size)):
         return tuned
     blocks = MULTIPROCESSORS.get(device_kind, 132)
-    for stages, query_buffers in ((4, 2), (3, 2), (2, 2), (2, 1)):
-        config = Config(blocks, 1, stages, query_buffers)
-        if config.shared_bytes(spec.head_dim) <= SHARED_BYTES:
+    for pairs, stages in itertools.product((2, 1), (4, 3, 2)):
+        config = Config(blocks * pairs, pairs, stages)
+        if config.shared_bytes(spec.head_dim, query_rows(spec)) <= SHARED_BYTES:
             return config
+    config = Config(blocks, 1, 2, query_buffers=1)
+    if config.shared_bytes(spec.head_dim, query_rows(spec)) <= SHARED_BYTES:
+        return config
     raise NotImplementedError(f"head width {spec.head_dim} does not fit shared memory")
+
+
+def query_rows(spec: AttentionSpec) -> int:
+    """Rows of a kv head's queries: copies into tiled shared memory move 8 at least."""
+    return 8 * math.ceil(spec.group * spec.queries_per_row / 8)
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -154,6 +162,8 @@ def attend_rows(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         config=config,
+        merge_inside=merge_inside,
+        interpret=interpret,
     )
     compiler_params = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
@@ -166,7 +176,7 @@ def attend_rows(
             jax.ShapeDtypeStruct((slots, rows // 8, columns, 8, LANES), jnp.float32),
             jax.ShapeDtypeStruct((slots, BLOCK, LANES), jnp.float32),
         ],
-        scratch_types=_scratch(config, head_dim, page_size, dtype, merge_inside, interpreted),
+        scratch_types=_scratch(config, head_dim, rows, page_size, dtype, interpreted),
         grid=(config.workers // config.pairs,),
         grid_names=("block",),
         num_threads=2 * config.pairs,
@@ -190,8 +200,12 @@ def attend_rows(
     return jnp.moveaxis(out, 2, 1).reshape(q.shape).astype(q.dtype)
 
 
-def _scratch(config, head_dim, page_size, dtype, merge_inside, interpreted) -> dict[str, Any]:
-    """Shared memory, and barriers that order its use; of each pair of warpgroups in turn."""
+def _scratch(config, head_dim, rows, page_size, dtype, interpreted) -> dict[str, Any]:
+    """Shared memory, and barriers that order its use; of each pair of warpgroups in turn.
+
+    A buffer of queries has just its own rows. A wgmma reads 64, and so into the buffers behind it,
+    where what it finds makes rows that nobody reads.
+    """
     tile = _tile_columns(head_dim)
     tiled = (plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(2 * tile))
     tiled_f32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
@@ -199,19 +213,21 @@ def _scratch(config, head_dim, page_size, dtype, merge_inside, interpreted) -> d
     ring = plgpu.SMEM((stages, BLOCK, head_dim), dtype, transforms=tiled)
     full = plgpu.Barrier(num_arrivals=max(1, BLOCK // page_size), num_barriers=stages)
     free = plgpu.Barrier(num_barriers=stages)
-    outs: list[Any] = [  # of a whole task, of a part of one, of 8 rows of merged ones
-        plgpu.SMEM((config.pairs, BLOCK, head_dim), dtype, transforms=tiled),
+    # Of a whole task, of a part of one, of 8 rows of merged ones: as large as each other, so that
+    # pairs, which are at different points, don't write into each other's memory.
+    merged = BLOCK * head_dim * 4 // (8 * LANES * jnp.dtype(dtype).itemsize)
+    outs = [
+        plgpu.SMEM((config.pairs, 2 * BLOCK, head_dim), dtype, transforms=tiled),
         plgpu.SMEM((config.pairs, BLOCK, head_dim), jnp.float32, transforms=tiled_f32),
+        plgpu.SMEM((config.pairs, merged, 8, LANES), dtype),
     ]
-    if merge_inside:
-        merged = plgpu.SMEM((config.pairs, head_dim // LANES, 8, LANES), dtype)
-        outs.append([merged, plgpu.SMEM((config.pairs,), jnp.int32)])
     return {
-        "queries_smem": plgpu.SMEM((queries, BLOCK, head_dim), dtype, transforms=tiled),
+        "queries_smem": plgpu.SMEM(
+            (queries * rows + BLOCK - rows, head_dim), dtype, transforms=tiled
+        ),
         "k_smem": ring,
         "v_smem": ring,
-        # Pairs are at different points: what one writes must not be another's memory.
-        "out_smem": plgpu.RefUnion(*outs) if config.pairs == 1 else outs,
+        "out_smem": plgpu.RefUnion(*outs),
         # The interpreter has no multiplication whose left side is in registers.
         "weights_smem": plgpu.SMEM(
             (config.pairs, BLOCK, BLOCK),
@@ -264,15 +280,21 @@ def _worker(
     sliding_window,
     soft_cap,
     config,
+    merge_inside,
+    interpret,
 ):
+    wait_for_inputs(interpret)
     *sinks_ref, out_ref, part_ref, part_lse_ref = rest_refs
     assert len(sinks_ref) == has_sinks
     num_kv_heads = out_ref.shape[1]
     warpgroup = lax.axis_index("warpgroup")
     pair = lax.rem(warpgroup, jnp.int32(config.pairs)) if config.pairs > 1 else 0
-    worker = lax.axis_index("block") * config.pairs + pair
-    whole_smem, part_smem, *merge_smem = out_smem
-    whole_smem, part_smem = whole_smem.at[pair], part_smem.at[pair]
+    # Neighbours in the list of work are on different multiprocessors, however short it is.
+    worker = lax.axis_index("block") + pair * (config.workers // config.pairs)
+    whole_smem, part_smem, merged_smem = out_smem
+    whole_smem, part_smem = whole_smem.at[pair, pl.ds(0, BLOCK)], part_smem.at[pair]
+    word_smem = merged_smem.at[pair, merged_smem.shape[1] - 1, 0, pl.ds(0, 2)]  # of 32 bits
+    merged_smem = merged_smem.at[pair, pl.ds(0, k_smem.shape[-1] // LANES)]
     num_places = lens_ref.shape[0]
     head_dim = k_smem.shape[-1]
 
@@ -312,7 +334,7 @@ def _worker(
 
             plgpu.copy_gmem_to_smem(
                 queries_ref.at[row, head, pl.ds(0, rows)],
-                queries_smem.at[buffer, pl.ds(0, rows)],
+                queries_smem.at[pl.ds(buffer * rows, rows)],
                 queries_full.at[buffer],
             )
 
@@ -415,7 +437,7 @@ def _worker(
                 def query_key(acc):
                     plgpu.wgmma(
                         acc,
-                        queries_smem.at[buffer],
+                        queries_smem.at[pl.ds(buffer * rows, BLOCK)],
                         k_smem.at[stage].transpose((1, 0)),
                     )
                     return acc[...]
@@ -513,21 +535,20 @@ def _worker(
                     )
                 lse = top + jnp.log2(total)
                 part_lse_ref[slot] = lax.broadcast_in_dim(lse, (BLOCK, LANES), (0,))
-                if not merge_smem:
+                if not merge_inside:
                     return
-                [(merged_smem, arrived_smem)] = merge_smem
                 starter = jnp.where(begun, read_work(6)[0], worker)
                 plgpu.wait_smem_to_gmem(0)
                 last = gpu_merge.arrive_last(
                     splits_ref.at[starter, pl.ds(3, 1)],
-                    arrived_smem.at[pl.ds(pair, 1)],
+                    word_smem,
                     splits_ref[starter, 2],
                 )
 
                 @pl.when(last)
                 def _():
                     def merge(tile, _):
-                        refs = part_ref, part_lse_ref, splits_ref, out_ref, merged_smem.at[pair]
+                        refs = part_ref, part_lse_ref, splits_ref, out_ref, merged_smem
                         gpu_merge.merge(starter, tile, *refs)
                         return ()
 
@@ -537,6 +558,7 @@ def _worker(
 
         start = read_work(0, 1, 2)
         lax.fori_loop(0, segments, segment, (*start, jnp.int32(0)))
+        allow_next(interpret)  # not before: its first reads would hold up the ones above
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

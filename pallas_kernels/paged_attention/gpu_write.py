@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.early_launch import allow_next, wait_for_inputs
+
 plgpu: Any = mosaic_gpu
 
 MAX_BLOCK_BYTES = 64 << 10
@@ -46,7 +48,7 @@ def write_kv(
         tokens -= 1
     pages_ref = jax.new_ref(kv_pages)
     write: Any = pl.kernel(
-        functools.partial(_in_scope, pages_ref=pages_ref, tokens=tokens),
+        functools.partial(_in_scope, pages_ref=pages_ref, tokens=tokens, interpret=interpret),
         mesh=plgpu.Mesh(grid=(num_tokens // tokens,), grid_names=("block",)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         name="write_kv",
@@ -56,7 +58,9 @@ def write_kv(
     return jax.freeze(pages_ref)
 
 
-def _in_scope(kv_ref, slots_ref, *, pages_ref, tokens):
+def _in_scope(kv_ref, slots_ref, *, pages_ref, tokens, interpret):
+    allow_next(interpret)
+    wait_for_inputs(interpret)
     pl.run_scoped(
         functools.partial(_write, kv_ref, slots_ref, pages_ref, tokens),
         plgpu.SMEM((tokens, *kv_ref.shape[1:]), kv_ref.dtype),

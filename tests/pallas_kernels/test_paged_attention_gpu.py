@@ -183,6 +183,9 @@ def test_unsupported_cases_are_named():
 
 
 @pytest.mark.parametrize("head_dim", range(32, 257, 32))
-def test_default_config_fits_shared_memory(head_dim):
-    spec = AttentionSpec("decode", 32, 8, head_dim, 16, "bfloat16")
-    assert gpu_decode.default_config(spec).shared_bytes(head_dim) <= gpu_decode.SHARED_BYTES
+@pytest.mark.parametrize("num_heads", [8, 32, 512])
+def test_default_config_fits_shared_memory(num_heads, head_dim):
+    spec = AttentionSpec("decode", num_heads, 8, head_dim, 16, "bfloat16")
+    config, rows = gpu_decode.default_config(spec), gpu_decode.query_rows(spec)
+    assert config.shared_bytes(head_dim, rows) <= gpu_decode.SHARED_BYTES
+    assert rows == max(8, num_heads // 8)
