@@ -124,6 +124,7 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
         compile_s=compile_s,
         load_s=load_s,
         startup_s=time.monotonic() - started,
+        programs=runner.programs.counts,
     )
     grammars = Grammars(model.config.vocab_size, config.grammar_timeout_s)
     engine = Engine(runner, scheduler, link, grammars, overlap=config.overlap)

@@ -28,6 +28,8 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from jaxserve.types import ProgramCounts
+
 log = logging.getLogger(__name__)
 
 FORMAT = b"jaxserve program 1\n"
@@ -111,28 +113,6 @@ class Program:
         )
 
 
-@dataclasses.dataclass
-class Counts:
-    """Where programs came from, and the seconds that threads spent on them, added up."""
-
-    num_found: int = 0
-    """Neither traced nor compiled."""
-    num_traced: int = 0
-    num_compiled: int = 0
-    """Of those traced."""
-    read_s: float = 0.0
-    trace_s: float = 0.0
-    """Tracing and lowering, which is Python: one program at a time."""
-    compile_s: float = 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_found} kept from before, read in {self.read_s:.1f} s; {self.num_traced} "
-            f"traced in {self.trace_s:.1f} s, {self.num_compiled} of them compiled in "
-            f"{self.compile_s:.1f} s of threads' time"
-        )
-
-
 class Programs:
     """Compiles programs for one set of devices, or finds them compiled."""
 
@@ -144,7 +124,7 @@ class Programs:
     ):
         """`folder` comes from `make_private`; None: nothing is kept. `environment`: variables that
         decide what the compiler does."""
-        self.counts = Counts()
+        self.counts = ProgramCounts()
         self._devices = list(devices)
         self._folder = folder
         self._compiler = (
