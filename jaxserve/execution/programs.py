@@ -127,12 +127,10 @@ class Programs:
         self.counts = ProgramCounts()
         self._devices = list(devices)
         self._folder = folder
-        self._compiler = (
-            _software(),
-            _hardware(self._devices),
-            sorted((environment or {}).items()),
-        )
-        self._code = "" if folder is None else _code()
+        if folder is not None:
+            variables = sorted((environment or {}).items())
+            self._compiler = (_software(), _hardware(self._devices), variables)
+            self._code = _code()
         self._lock = threading.Lock()
         self._tracing = threading.Lock()
         """Threads that trace at once only take the interpreter from each other, and then all begin
