@@ -224,7 +224,8 @@ def program_folder(config: EngineConfig) -> pathlib.Path | None:
     """
     if config.compile_cache == "off":
         return None
-    folder = pathlib.Path(jax.config.jax_compilation_cache_dir or cache_dir()) / "programs"
+    beside = jax.config.jax_compilation_cache_dir
+    folder = pathlib.Path(beside if beside and "://" not in beside else cache_dir()) / "programs"
     try:
         return make_private(pathlib.Path(config.compile_cache or folder))
     except OSError as error:

@@ -33,7 +33,7 @@ from jaxserve.types import ProgramCounts
 log = logging.getLogger(__name__)
 
 FORMAT = b"jaxserve program 1\n"
-MAX_BYTES = 8 << 30
+MAX_BYTES = 4 << 30
 """Of all kept programs; the least recently used are removed first."""
 
 JAX_CACHE_HIT = "/jax/compilation_cache/cache_hits"

@@ -235,7 +235,7 @@ def test_least_recently_used_programs_make_room(folder):
     assert [origin(folder, p) for p in variants] == ["found", "compiled", "found"]
 
 
-def test_folder_is_its_owners_alone(tmp_path, caplog):
+def test_folder_is_its_owners_alone(tmp_path):
     folder = tmp_path / "a" / "b"
     assert programs.make_private(folder).stat().st_mode & 0o777 == 0o700
     folder.chmod(0o775)
@@ -244,6 +244,21 @@ def test_folder_is_its_owners_alone(tmp_path, caplog):
     with pytest.raises(ConfigError, match=r"compile_cache is .*other than its owner"):
         program_folder(EngineConfig(compile_cache=str(folder)))
     assert program_folder(EngineConfig(compile_cache="off")) is None
+
+
+def test_folder_is_beside_what_jax_keeps(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "ours"))
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        for beside, parent in ((str(tmp_path), tmp_path), ("gs://away", tmp_path / "ours")):
+            jax.config.update("jax_compilation_cache_dir", beside)
+            assert program_folder(EngineConfig()) == parent / "programs"
+        (tmp_path / "ours" / "programs").chmod(0o777)
+        with caplog.at_level(logging.WARNING):
+            assert program_folder(EngineConfig()) is None
+        assert "compiled steps are not kept" in caplog.text
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_environment_is_what_changes_compilation(monkeypatch):
