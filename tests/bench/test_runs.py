@@ -101,3 +101,13 @@ def test_start(run_bench, tiny_model):
     assert (warm["programs"]["num_found"], warm["programs"]["num_traced"]) == (num_programs, 0)
     assert figures["kept"]["files"] == num_programs
     assert warm["programs_s"] < cold["programs_s"] < cold["engine_s"] < cold["ready_s"]
+
+
+def test_dispatch(run_bench):
+    limits = ("--max-num-seqs=1", "--max-batched-tokens=16", "--num-pages=64", "--page-size=8")
+    figures = run_bench("dispatch", *limits, "--tiny-layers=2", "--repeats=2")["figures"]
+    assert set(figures) == {"decode 1 tokens x 1 sequences", "mixed 16 tokens x 1 sequences"}
+    for found in figures.values():
+        # six weights and a cache a layer, three beside the layers, the last tokens and the buffer
+        assert found.pop("arrays") == 2 * 7 + 3 + 2
+        assert all(spread["repeats"] == 2 and spread["min_ms"] > 0 for spread in found.values())
