@@ -137,6 +137,7 @@ class Programs:
         to compile at the end."""
         self._thread = threading.local()
         self._num_stored = 0
+        self._can_store = True
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -156,7 +157,7 @@ class Programs:
         key = self._folder / f"{self._hash(self._code, program.identity())}.key"
         with contextlib.suppress(OSError):
             if compiled := self._load(self._folder / key.read_text()):
-                os.utime(key)
+                _touch(key)
                 self._count(num_found=1)
                 return compiled
         lowered = self._lower(program)
@@ -169,7 +170,7 @@ class Programs:
             # serialised once more, what JAX's own cache gave lacks parts (on a CPU, JAX 0.11.2)
             if self._thread.is_hit:
                 return compiled
-            self._store(path, pickle.dumps(serialize_executable.serialize(compiled)))
+            self._store(path, compiled)
         self._write(key, path.name.encode())
         return compiled
 
@@ -195,9 +196,6 @@ class Programs:
         started = time.monotonic()
         try:
             data = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        try:
             body = memoryview(data)[len(FORMAT) + 32 :]
             if data[: len(FORMAT) + 32] != FORMAT + hashlib.sha256(body).digest():
                 raise ValueError("it is damaged")
@@ -206,21 +204,32 @@ class Programs:
                 backend=self._devices[0].client,
                 execution_devices=self._devices,
             )
-            os.utime(path)
+        except FileNotFoundError:
+            return None
         # Whatever is wrong with a kept program, it can be made anew.
         except Exception as error:
             log.warning("%s can't be used, and is made anew: %s", path, error)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
             return None
+        _touch(path)
         self._count(read_s=time.monotonic() - started)
         return compiled
 
-    def _store(self, path: pathlib.Path, body: bytes) -> None:
+    def _store(self, path: pathlib.Path, compiled: jax.stages.Compiled) -> None:
+        try:
+            body = pickle.dumps(serialize_executable.serialize(compiled))
+        # What a platform can't serialise it can still run.
+        except Exception as error:
+            self._give_up(error)
+            return
         self._write(path, FORMAT + hashlib.sha256(body).digest() + body)
         self._num_stored += 1
 
     def _write(self, path: pathlib.Path, data: bytes) -> None:
         """Whole or not at all."""
+        if not self._can_store:
+            return
         try:
             with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".new", delete=False) as file:
                 try:
@@ -231,7 +240,14 @@ class Programs:
                     os.unlink(file.name)
                     raise
         except OSError as error:
-            log.warning("a compiled step is not kept: %s", error)
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Keeps no more programs, and says so once."""
+        with self._lock:
+            if self._can_store:
+                log.warning("compiled steps are not kept: %s", error)
+            self._can_store = False
 
     def _hash(self, *parts: Any) -> str:
         return hashlib.sha256(repr((self._compiler, parts)).encode()).hexdigest()[:40]
@@ -245,7 +261,7 @@ class Programs:
 def prune(folder: pathlib.Path, max_bytes: int) -> None:
     """Removes the least recently used programs beyond `max_bytes`, what names a program that is not
     there, and what a process that was killed left half written."""
-    with contextlib.suppress(FileNotFoundError):  # another process prunes too
+    with contextlib.suppress(OSError):  # another process prunes too
         for path in folder.glob("*.new"):
             if path.stat().st_mtime < time.time() - 3600:
                 path.unlink()
@@ -262,15 +278,21 @@ def prune(folder: pathlib.Path, max_bytes: int) -> None:
 def make_private(folder: pathlib.Path) -> pathlib.Path:
     """Makes a folder for `Programs` where there is none.
 
-    Raises: OSError where it can't be had, or where others could have written.
+    Raises: OSError where it can't be had, or where others (but root) could have written.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     stat = folder.stat()
-    if stat.st_uid != os.geteuid():
+    if stat.st_uid not in (0, os.geteuid()):
         raise PermissionError("the folder is another user's")
     if stat.st_mode & 0o022:
         raise PermissionError("users other than its owner may write in the folder")
     return folder
+
+
+def _touch(path: pathlib.Path) -> None:
+    """Makes it the most recently used, where that can be written down."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
 
 
 def _code() -> str:
