@@ -28,6 +28,12 @@ def cache_dir() -> pathlib.Path:
     return pathlib.Path(base) / "jaxserve"
 
 
+def compiler_environment() -> dict[str, str]:
+    """The variables that change what is compiled; JAX's own are among its settings."""
+    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "MOSAIC_GPU_")
+    return {name: value for name, value in os.environ.items() if name.startswith(names)}
+
+
 def check_types(config: Any) -> None:
     """Raises ConfigError for a field whose value isn't of its type, or not among its choices."""
     for name, hint in typing.get_type_hints(type(config)).items():
@@ -169,12 +175,6 @@ class EngineConfig:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(self.memory_fraction))
         if self.platform in ("cpu", "auto") and self.mesh.num_devices > 1:
             os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(self.mesh.num_devices))
-
-    @property
-    def compile_cache_dir(self) -> pathlib.Path | None:
-        if self.compile_cache == "off":
-            return None
-        return pathlib.Path(self.compile_cache) if self.compile_cache else cache_dir() / "compiled"
 
 
 @dataclasses.dataclass(frozen=True)

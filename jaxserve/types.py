@@ -670,6 +670,21 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         return self.text
 
 
+class ProgramCounts(msgspec.Struct):
+    """Where an engine's compiled programs came from, and the seconds that threads spent on them,
+    added up."""
+
+    num_found: int = 0
+    """Kept by an earlier start: neither traced nor compiled."""
+    num_traced: int = 0
+    num_compiled: int = 0
+    """Of those traced; the others were kept under another version of the code."""
+    read_s: float = 0.0
+    trace_s: float = 0.0
+    """Tracing and lowering, which is Python: one program at a time."""
+    compile_s: float = 0.0
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine serves and how it is set up, told once when it is ready."""
 
@@ -694,8 +709,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention: str
     num_compiled: int
     compile_s: float
+    """From the first program to the last, while weights load."""
     load_s: float
     startup_s: float
+    programs: ProgramCounts = msgspec.field(default_factory=ProgramCounts)
 
 
 class BucketStats(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,7 +9,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
-    str(pathlib.Path(__file__).parent.parent / ".cache" / "tests-compiled"),
+    str(pathlib.Path(__file__).parent.parent / ".cache" / "compiled"),
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", ".cache/hypothesis")

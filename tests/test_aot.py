@@ -196,7 +196,7 @@ def test_h200_step_of_an_8b_model_copies_neither_weights_nor_cache(kind, tokens,
         attention="gpu",
     )
     runner.num_pages = 8192
-    compiled = runner.lower_step(shape).compile()
+    compiled = runner.step_program(shape).lower().compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= runner.num_pages * runner.page_bytes
     smallest_weight = 4096 * 4096 * 2 // tensor

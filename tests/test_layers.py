@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from jaxserve.execution.programs import TRACED
+
 ROOT = pathlib.Path(__file__).parent.parent
 OURS = {"jaxserve", "pallas_kernels", "sharding", "checkpoints"}
 
@@ -109,6 +111,22 @@ def test_imports_point_downward(name, path):
         and not any(name == user and within(other, {used}) for user, used in LAZY)
     }
     assert not wrong, f"{name} may not import {sorted(wrong)}"
+
+
+def test_code_that_steps_are_traced_from_is_part_of_what_kept_programs_are_found_by():
+    # of what the runner imports, these decide what is sent to a step, not what a step is
+    others = {"checkpoints", "jaxserve.scheduler.sequence"}
+    paths, waiting = dict(modules()), ["jaxserve.execution.runner"]
+    missing = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in paths or within(name, others):
+            continue
+        path = paths.pop(name)
+        waiting += imports(path)
+        if not any(path.is_relative_to(ROOT / part) for part in TRACED):
+            missing.add(name)
+    assert not missing
 
 
 def test_nothing_that_users_touch_imports_jax():

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import dataclasses
+import logging
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +14,11 @@ import jax.numpy as jnp
 from checkpoints.load import load_weights
 from checkpoints.resolve import ModelFiles, resolve
 from jaxserve import messages
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, cache_dir, compiler_environment
 from jaxserve.constrained.compiler import Grammars
 from jaxserve.engine.loop import Engine
 from jaxserve.execution.buckets import Buckets
+from jaxserve.execution.programs import Programs, make_private
 from jaxserve.execution.runner import Runner
 from jaxserve.memory import kv_cache
 from jaxserve.models import registry
@@ -24,6 +27,8 @@ from jaxserve.types import CheckpointError, ConfigError, EngineInfo
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention.api import AttentionSpec, Implementation
 from sharding.mesh import make_mesh
+
+log = logging.getLogger(__name__)
 
 type Tell = Callable[..., None]
 """Called with a stage and a text, and where it counts something, how much is done and of how
@@ -47,7 +52,6 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
         raise CheckpointError(f"{files.path} has no weights; load_format dummy makes random ones")
     devices = find_devices(config)
     platform = devices[0].platform
-    use_compile_cache(config)
     mesh = make_mesh(config.mesh, devices)
     dtype = choose_dtype(config.dtype, platform)
     model = registry.build(files.config, mesh, config.layout, dtype)
@@ -67,6 +71,7 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
         kv_dtype=jnp.dtype(dtype),
         attention=attention,
         embeddings=config.embeddings,
+        programs=Programs(devices, program_folder(config), compiler_environment()),
     )
     tell(
         "setup", f"{files.name} on {mesh.size} x {devices[0].device_kind}, {jnp.dtype(dtype).name}"
@@ -77,8 +82,12 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
         most_kv_bytes = kv_cache.CPU_KV_BYTES if platform == "cpu" else usable
         loading = threads.submit(load, config, files, model, tell)
         compile_started = time.monotonic()
-        runner.choose_num_pages(config.num_pages, usable, most_kv_bytes)
-        runner.compile(lambda text, done, total: tell("compile", text, done, total))
+        runner.compile(
+            config.num_pages,
+            usable,
+            most_kv_bytes,
+            lambda text, done, total: tell("compile", text, done, total),
+        )
         compile_s = time.monotonic() - compile_started
         params, load_s = loading.result()
     runner.start([params[name] for name in model.abstract])
@@ -115,6 +124,7 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
         compile_s=compile_s,
         load_s=load_s,
         startup_s=time.monotonic() - started,
+        programs=runner.programs.counts,
     )
     grammars = Grammars(model.config.vocab_size, config.grammar_timeout_s)
     engine = Engine(runner, scheduler, link, grammars, overlap=config.overlap)
@@ -207,16 +217,19 @@ def choose_dtype(name: str, platform: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def use_compile_cache(config: EngineConfig) -> None:
-    """Keeps compiled programs on disk between starts, unless this process has a cache of its own
-    already."""
-    folder = config.compile_cache_dir
-    if folder is None or jax.config.jax_compilation_cache_dir:
-        return
+def program_folder(config: EngineConfig) -> pathlib.Path | None:
+    """Where compiled steps are kept, beside what JAX keeps where it does. None: nowhere.
+
+    Raises: ConfigError when the folder asked for can't be used.
+    """
+    if config.compile_cache == "off":
+        return None
+    beside = jax.config.jax_compilation_cache_dir
+    folder = pathlib.Path(beside if beside and "://" not in beside else cache_dir()) / "programs"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        return make_private(pathlib.Path(config.compile_cache or folder))
     except OSError as error:
-        raise ConfigError(f"compile_cache is {folder}: {error.strerror}") from error
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+        if config.compile_cache:
+            raise ConfigError(f"compile_cache is {config.compile_cache}: {error}") from error
+        log.warning("compiled steps are not kept, as %s can't be used: %s", folder, error)
+        return None

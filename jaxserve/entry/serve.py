@@ -27,7 +27,7 @@ from jaxserve.entry.http import make_app
 from jaxserve.entry.progress import StartupDisplay
 from jaxserve.messages import Progress
 from jaxserve.metrics import Metrics
-from jaxserve.types import ConfigError, EngineDead, EngineInfo
+from jaxserve.types import ConfigError, EngineDead, EngineInfo, ProgramCounts
 
 log = logging.getLogger("jaxserve.serve")
 
@@ -282,8 +282,9 @@ class Server:
             f"{', mesh ' + mesh if mesh else ''}, attention {info.attention}"
         )
         self._tell(
-            f"compiled  {info.num_compiled} steps in {info.compile_s:.1f} s; "
-            f"weights loaded in {info.load_s:.1f} s; ready after {info.startup_s:.1f} s"
+            f"compiled  {info.num_compiled} programs in {info.compile_s:.1f} s, "
+            f"{_origin(info.programs)}; weights loaded in {info.load_s:.1f} s; "
+            f"ready after {info.startup_s:.1f} s"
         )
         self._tell(
             f"KV        {info.num_pages:,} pages of {info.page_size} tokens = "
@@ -338,3 +339,15 @@ def _signals(handler: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+def _origin(programs: ProgramCounts) -> str:
+    """Where programs came from; seconds are those of all threads together."""
+    parts = []
+    if programs.num_found:
+        parts.append(f"{programs.num_found} kept from before (read in {programs.read_s:.1f} s)")
+    if programs.num_traced:
+        parts.append(f"{programs.num_traced} traced in {programs.trace_s:.1f} s")
+    if programs.num_compiled:
+        parts.append(f"{programs.num_compiled} compiled in {programs.compile_s:.1f} s of threads")
+    return ", ".join(parts)

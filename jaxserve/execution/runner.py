@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.execution import sampling, slot_state, step, token_masks
 from jaxserve.execution.buckets import Buckets, SampleKind, SampleShape, StepShape
+from jaxserve.execution.programs import Program, Programs
 from jaxserve.memory import kv_cache
 from jaxserve.models.registry import BuiltModel
 from jaxserve.scheduler.sequence import Batch, Row
@@ -81,13 +81,15 @@ class Runner:
         kv_dtype: jnp.dtype,
         attention: Implementation,
         embeddings: bool = False,
+        programs: Programs | None = None,
     ):
-        """`embeddings`: mixed steps give what `Pending.pooled` holds."""
+        """`embeddings`: mixed steps give what `Pending.pooled` holds. `programs`: compiles, and may
+        keep what it compiled."""
         self.model = model
         self.buckets = buckets
         self.page_size = page_size
         self.num_pages = 0
-        self.compile_s = 0.0
+        self.programs = programs or Programs()
         self._mesh = mesh
         self._attention: Implementation = attention
         self._kv_dtype = kv_dtype
@@ -124,59 +126,80 @@ class Runner:
         shape = self._kv_sharding.shard_shape(self._kv_shape(1))
         return int(np.prod(shape)) * self._kv_dtype.itemsize * self.model.config.num_layers
 
-    def choose_num_pages(self, wanted: int | None, usable_bytes: int, most_bytes: int) -> None:
-        """Decides how many KV pages there are, from what weights and steps leave of `usable_bytes`
-        on each device, `most_bytes` of it at the most.
+    def compile(
+        self, num_pages: int | None, usable_bytes: int, most_kv_bytes: int, progress: Progress
+    ) -> None:
+        """Compiles every shape, and decides how many KV pages there are: `num_pages`, or what
+        weights and steps leave of `usable_bytes` on each device, `most_kv_bytes` of it at the most.
 
-        Compiles the largest step to learn the temporaries that steps need.
+        What steps need beside weights and pages is known once the largest is compiled. All are
+        compiled for as many pages as an eighth of the memory leaves room for, and anew in the rare
+        case that it needs more.
         Raises: ConfigError when not even one sequence of one page fits.
         """
-        most = self.buckets.max_num_seqs * self.buckets.pages + 1
-        if wanted is not None:
-            self.num_pages = wanted
-            return
-        weight_bytes = sum(
+        steps = self.buckets.steps()
+        # the largest first: it decides, and none that is slow is left to run alone at the end
+        steps.sort(key=lambda shape: (shape.tokens, shape.kind), reverse=True)
+        samples = self.buckets.samples()
+        rest: list[tuple[Callable[[Any], None], Any]] = [(self._compile_sample, s) for s in samples]
+        rest += [(self._compile_mask, rows) for rows in sorted({s.rows for s in samples})]
+        rest.append((self._compile_start_row, "row start"))
+        left = usable_bytes - self._weight_bytes - self._slot_bytes
+        reserve = left // 8
+        workers = min(16, max(4, os.cpu_count() or 4))
+        with self.programs.open(), concurrent.futures.ThreadPoolExecutor(workers) as threads:
+            try:
+                while True:
+                    if num_pages is None:
+                        self.num_pages = self._pages_beside(reserve, left, most_kv_bytes)
+                    else:
+                        self.num_pages = num_pages
+                    sent = {threads.submit(self._compile_step, shape): shape for shape in steps}
+                    if num_pages is not None:
+                        break
+                    next(iter(sent)).result()
+                    temporary = self._steps[steps[0]].memory_analysis().temp_size_in_bytes
+                    if temporary <= reserve:
+                        break
+                    reserve = int(temporary * 1.1)
+                    for future in sent:
+                        future.cancel()
+                    concurrent.futures.wait(sent)
+                sent |= {threads.submit(function, what): what for function, what in rest}
+                for count, future in enumerate(concurrent.futures.as_completed(sent), start=1):
+                    future.result()
+                    progress(_shown(sent[future]), count, len(sent))
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
+
+    @property
+    def _weight_bytes(self) -> int:
+        """On each device."""
+        return sum(
             int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
             for leaf in self.model.abstract.values()
         )
-        slot_bytes = sum(x.size * x.dtype.itemsize for x in self._abstract_slots())
-        left = usable_bytes - weight_bytes - slot_bytes
-        largest = max(self.buckets.steps(), key=lambda shape: shape.tokens)
-        reserve = left // 8
-        while True:
-            fit = min(left - reserve, most_bytes) // self.page_bytes
-            self.num_pages = min(kv_cache.round_down(max(fit, 0), 5), most)
-            if self.num_pages < 2:
-                raise ConfigError(
-                    f"memory_fraction leaves {max(left, 0) >> 20} MiB a device beside "
-                    f"{weight_bytes >> 20} MiB of weights, of which steps need {reserve >> 20}; "
-                    f"that is not enough for KV pages of {self.page_bytes >> 10} KiB"
-                )
-            self._compile_step(largest)
-            temporary = self._steps[largest].memory_analysis().temp_size_in_bytes
-            if temporary <= reserve:
-                return
-            reserve = int(temporary * 1.1)
 
-    def compile(self, progress: Progress) -> None:
-        """Compiles every shape; the compiler's own threads run side by side."""
-        started = time.monotonic()
-        steps = [shape for shape in self.buckets.steps() if shape not in self._steps]
-        # the slowest first, so that none is left to run alone at the end
-        steps.sort(key=lambda shape: (shape.kind, shape.tokens), reverse=True)
-        work: list[tuple[Callable[[Any], None], Any]] = [(self._compile_step, s) for s in steps]
-        work += [(self._compile_sample, s) for s in self.buckets.samples()]
-        work += [(self._compile_mask, r) for r in sorted({s.rows for s in self.buckets.samples()})]
-        work.append((self._compile_start_row, "row start"))
-        workers = min(16, max(4, os.cpu_count() or 4))
-        with concurrent.futures.ThreadPoolExecutor(workers) as threads:
-            futures = {threads.submit(function, shape): shape for function, shape in work}
-            done = concurrent.futures.as_completed(futures)
-            before = self.num_compiled
-            for count, future in enumerate(done, start=before + 1):
-                future.result()
-                progress(_shown(futures[future]), count, before + len(futures))
-        self.compile_s += time.monotonic() - started
+    @property
+    def _slot_bytes(self) -> int:
+        return sum(x.size * x.dtype.itemsize for x in self._abstract_slots())
+
+    def _pages_beside(self, reserve: int, left: int, most_kv_bytes: int) -> int:
+        """How many pages fit in `left` bytes with `reserve` of them for steps.
+
+        Raises: ConfigError for fewer than two.
+        """
+        fit = min(left - reserve, most_kv_bytes) // self.page_bytes
+        most = self.buckets.max_num_seqs * self.buckets.pages + 1
+        num_pages = min(kv_cache.round_down(max(fit, 0), 5), most)
+        if num_pages < 2:
+            raise ConfigError(
+                f"memory_fraction leaves {max(left, 0) >> 20} MiB a device beside "
+                f"{self._weight_bytes >> 20} MiB of weights, of which steps need {reserve >> 20}; "
+                f"that is not enough for KV pages of {self.page_bytes >> 10} KiB"
+            )
+        return num_pages
 
     def start(self, leaves: Sequence[jax.Array]) -> None:
         """Takes the parameters (in the order of `model.abstract`) and allocates the KV pages."""
@@ -312,31 +335,38 @@ class Runner:
     def _array(self, shape: Sequence[int], dtype: Any, sharding: NamedSharding | None = None):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self._replicated)
 
-    def _compile_step(self, shape: StepShape) -> None:
-        options = COMPILER_OPTIONS.get((self._mesh.devices.flat[0].platform, shape.kind))
-        self._steps[shape] = self.lower_step(shape).compile(compiler_options=options)
+    @functools.cached_property
+    def _traits(self) -> tuple[Any, ...]:
+        """What programs are made from, beside their own shape and arguments."""
+        model = self.model
+        return model.config, model.placement.layout, self.page_size, self._attention
 
-    def lower_step(self, shape: StepShape) -> jax.stages.Lowered:
-        """A step for the mesh's devices, which need not be here."""
+    def _compile_step(self, shape: StepShape) -> None:
+        self._steps[shape] = self.programs.get(self.step_program(shape))
+
+    def step_program(self, shape: StepShape) -> Program:
+        """A step for the mesh's devices, which need not be here to lower it."""
         kv = tuple(
             self._array(self._kv_shape(self.num_pages), self._kv_dtype, self._kv_sharding)
             for _ in range(self.model.config.num_layers)
         )
-        function = functools.partial(self._forward, shape=shape)
-        jitted = jax.jit(
-            _named(function, f"forward_{shape.kind}_{shape.tokens}x{shape.seqs}"),
-            donate_argnums=1,
-            out_shardings=(self._replicated, self._kv_sharding, *self._pooled_sharding(shape)),
-        )
         # GPUs and TPUs round the operands of a float32 product unless told not to.
         is_exact = self._kv_dtype == jnp.float32 and not self.model.placement.on_cpu
-        with jax.default_matmul_precision("highest" if is_exact else None):
-            return jitted.lower(
+        return Program(
+            name=f"forward_{shape.kind}_{shape.tokens}x{shape.seqs}",
+            function=functools.partial(self._forward, shape=shape),
+            arguments=(
                 tuple(self.model.abstract.values()),
                 kv,
                 self._array((self.buckets.max_num_seqs,), jnp.int32),
                 self._array((step.packed_size(shape),), jnp.int32),
-            )
+            ),
+            traits=(*self._traits, shape, self.buckets.num_logits(shape)),
+            donate=(1,),
+            out_shardings=(self._replicated, self._kv_sharding, *self._pooled_sharding(shape)),
+            precision="highest" if is_exact else None,
+            options=COMPILER_OPTIONS.get((self._mesh.devices.flat[0].platform, shape.kind), {}),
+        )
 
     @property
     def _mask_words(self) -> int:
@@ -355,38 +385,48 @@ class Runner:
         return (self._replicated,) if self._embeddings and shape.kind == "mixed" else ()
 
     def _compile_sample(self, shape: SampleShape) -> None:
-        vocab_size = self.model.config.vocab_size
         masks = self._array((shape.rows, self._mask_words), jnp.uint32)
-        arguments = [
-            self._array((shape.rows, vocab_size), jnp.float32),
-            self._array((self.buckets.max_num_seqs,), jnp.int32),
-            self._array((len(step.RowOptions._fields), shape.rows), jnp.int32),
-            masks if shape.kind >= SampleKind.FULL else None,
-            self._abstract_slots() if shape.kind == SampleKind.STATEFUL else None,
-        ]
-        function = functools.partial(_sample, kind=shape.kind)
-        jitted = jax.jit(
-            _named(function, f"sample_{shape.kind.name.lower()}_{shape.rows}"),
-            donate_argnums=(1, 4),
+        program = Program(
+            name=f"sample_{shape.kind.name.lower()}_{shape.rows}",
+            function=functools.partial(_sample, kind=shape.kind),
+            arguments=(
+                self._array((shape.rows, self.model.config.vocab_size), jnp.float32),
+                self._array((self.buckets.max_num_seqs,), jnp.int32),
+                self._array((len(step.RowOptions._fields), shape.rows), jnp.int32),
+                masks if shape.kind >= SampleKind.FULL else None,
+                self._abstract_slots() if shape.kind == SampleKind.STATEFUL else None,
+            ),
+            traits=(shape,),
+            donate=(1, 4),
             out_shardings=self._replicated,
         )
-        self._samples[shape] = jitted.lower(*arguments).compile()
+        self._samples[shape] = self.programs.get(program)
 
     def _compile_start_row(self, _: str) -> None:
-        jitted = jax.jit(slot_state.start_row, donate_argnums=0, out_shardings=self._replicated)
         packed = self._array((slot_state.PACKED_SIZE,), jnp.int32)
-        self._start_row = jitted.lower(self._abstract_slots(), packed).compile()
-
-    def _compile_mask(self, rows: int) -> None:
-        jitted = jax.jit(
-            _named(functools.partial(sampling.apply_mask), f"mask_{rows}"),
-            donate_argnums=0,
+        program = Program(
+            name="start_row",
+            function=slot_state.start_row,
+            arguments=(self._abstract_slots(), packed),
+            traits=(),
+            donate=(0,),
             out_shardings=self._replicated,
         )
-        self._masks[rows] = jitted.lower(
-            self._array((rows, self.model.config.vocab_size), jnp.float32),
-            self._array((rows, self._mask_words), jnp.uint32),
-        ).compile()
+        self._start_row = self.programs.get(program)
+
+    def _compile_mask(self, rows: int) -> None:
+        program = Program(
+            name=f"mask_{rows}",
+            function=sampling.apply_mask,
+            arguments=(
+                self._array((rows, self.model.config.vocab_size), jnp.float32),
+                self._array((rows, self._mask_words), jnp.uint32),
+            ),
+            traits=(),
+            donate=(0,),
+            out_shardings=self._replicated,
+        )
+        self._masks[rows] = self.programs.get(program)
 
     def _forward(self, leaves, kv, last_token, packed, *, shape: StepShape):
         token_ids, positions, meta, logit_rows = step.unpack(
@@ -483,9 +523,3 @@ def _sample(logits, last_token, packed, masks, state, *, kind: SampleKind):
 
 def _shown(shape: StepShape | SampleShape | int) -> str:
     return f"mask x {shape}" if isinstance(shape, int) else str(shape)
-
-
-def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Gives a partial the name that profiles, and the compile cache's files, show."""
-    function.__name__ = name  # type: ignore[attr-defined]
-    return function

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.decode_matmul.api import choose
-from pallas_kernels.decode_matmul.gpu import Config, decode_matmul
+from pallas_kernels.decode_matmul.config import Config
 from sharding.place import Placement
 
 # With more rows both ways to write a product are equally fast on the CPU, and the transpose costs.
@@ -71,7 +71,7 @@ def gated_linear(
     """silu(x gate) * (x up), of a weight that holds gate and up in pairs."""
     config = None if bias is not None else _config(x, weight, placement)
     if config is not None:
-        return decode_matmul(x, weight, config=config, gated=True)
+        return _decode_matmul(x, weight, config, gated=True)
     pairs = linear(x, weight, placement)
     if bias is not None:
         pairs = pairs + bias
@@ -81,7 +81,13 @@ def gated_linear(
 
 def _parts(x, matrix, placement) -> Float[Array, "S T outputs"] | None:
     config = _config(x, matrix, placement)
-    return None if config is None else decode_matmul(x, matrix, config=config)
+    return None if config is None else _decode_matmul(x, matrix, config)
+
+
+def _decode_matmul(x, weight, config: Config, *, gated: bool = False) -> Float[Array, "..."]:
+    from pallas_kernels.decode_matmul.gpu import decode_matmul
+
+    return decode_matmul(x, weight, config=config, gated=gated)
 
 
 def _config(x, weight, placement) -> Config | None:

@@ -9,7 +9,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxserve.layers.parameter import parameter
-from pallas_kernels.add_norm import gpu as add_norm
 
 
 @jax.tree_util.register_dataclass
@@ -49,10 +48,12 @@ class RMSNorm(nnx.Module):
     def of_sum(self, stream: Residual) -> tuple[Residual, Float[Array, "T D"]]:
         """The stream with its addend added, and its norm."""
         parts = stream.addend
-        if parts is not None and parts.ndim == 3 and add_norm.unsupported(parts.shape[-1]) is None:
-            hidden, x = add_norm.add_norm(
-                stream.hidden, parts, self.scale.get_value(), eps=self.eps
-            )
-            return Residual(hidden), x
+        if parts is not None and parts.ndim == 3:  # only kernels of GPUs bring such
+            from pallas_kernels.add_norm import gpu
+
+            if gpu.unsupported(parts.shape[-1]) is None:
+                scale = self.scale.get_value()
+                hidden, x = gpu.add_norm(stream.hidden, parts, scale, eps=self.eps)
+                return Residual(hidden), x
         hidden = stream.sum()
         return Residual(hidden), self(hidden)

@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.decode_matmul.gpu import Config
+from pallas_kernels.decode_matmul.config import Config
 
 MAX_ROWS = 128
 """With more, operations cost more than bytes, and XLA's product is as fast."""

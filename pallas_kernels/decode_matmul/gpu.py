@@ -16,7 +16,6 @@ Rows are the left side of a wgmma, 64 a warpgroup; what the rows past the last o
 written. Weights lie as checkpoints have them, outputs first.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -28,30 +27,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.decode_matmul.config import Config
 from pallas_kernels.early_launch import allow_next, wait_for_inputs
 
 plgpu: Any = mosaic_gpu  # whose annotations call its transforms abstract and its ACC private
 
 BLOCK_M = 64  # rows of a wgmma
-SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
 AHEAD = 8  # copies of weights that are sent before the kernel ahead has ended
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """block_n: outputs of a thread block (of each half where gated). block_k: inputs a copy.
-    splits: shares of the inputs. cluster: neighbours that share the copies of the rows."""
-
-    block_n: int
-    block_k: int = 64
-    splits: int = 1
-    cluster: int = 1
-    stages: int = 0
-
-    def num_stages(self, rows: int, halves: int) -> int:
-        """Copies in flight: as many as shared memory holds."""
-        stage = (rows + halves * self.block_n) * self.block_k * 2
-        return min(self.stages or 12, (SHARED_BYTES - 2048) // stage)
 
 
 # Behind a jit of its own, so that a model's layers share one lowered kernel.

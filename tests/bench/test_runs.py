@@ -90,3 +90,24 @@ def test_serve(run_bench, tiny_model):
     figures = result["figures"]
     assert (figures["answered"], figures["server_exit_code"]) == (6, 0)
     assert figures["time_per_output_token"]["p99_ms"] > 0
+
+
+def test_start(run_bench, tiny_model):
+    limits = ("--max-num-seqs=1", "--max-batched-tokens=16", "--num-pages=64", "--page-size=8")
+    figures = run_bench("start", tiny_model, *limits, "--warm-starts=1")["figures"]
+    cold, warm = figures["cold"], figures["warm 1"]
+    num_programs = cold["programs"]["num_compiled"]
+    assert (cold["programs"]["num_found"], cold["programs"]["num_traced"]) == (0, num_programs)
+    assert (warm["programs"]["num_found"], warm["programs"]["num_traced"]) == (num_programs, 0)
+    assert figures["kept"]["files"] == num_programs
+    assert warm["programs_s"] < cold["programs_s"] < cold["engine_s"] < cold["ready_s"]
+
+
+def test_dispatch(run_bench):
+    limits = ("--max-num-seqs=1", "--max-batched-tokens=16", "--num-pages=64", "--page-size=8")
+    figures = run_bench("dispatch", *limits, "--tiny-layers=2", "--repeats=2")["figures"]
+    assert set(figures) == {"decode 1 tokens x 1 sequences", "mixed 16 tokens x 1 sequences"}
+    for found in figures.values():
+        # six weights and a cache a layer, three beside the layers, the last tokens and the buffer
+        assert found.pop("arrays") == 2 * 7 + 3 + 2
+        assert all(spread["repeats"] == 2 and spread["min_ms"] > 0 for spread in found.values())
