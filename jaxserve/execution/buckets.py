@@ -93,7 +93,8 @@ class Buckets:
             return cls(tuple(ladder(1, max_num_seqs)), tokens, max_num_seqs, pages)
         seqs = ladder(1, max_num_seqs)
         tokens = ladder(min(256, max_batched_tokens), max_batched_tokens, dense_from=1024)
-        rows = (*(r for r in (8, 32, 64, 128) if r < max_num_seqs), max_num_seqs)
+        powers = ladder(32, max_num_seqs, dense_from=max_num_seqs)
+        rows = (8, *powers) if max_num_seqs > 8 else (max_num_seqs,)
         return cls(tuple(seqs), tuple(tokens), max_num_seqs, pages, rows)
 
     def steps(self) -> list[StepShape]:

@@ -9,5 +9,10 @@ def test_logits_are_padded_to_few_sizes_where_rows_are_cheap():
     assert gpu.num_logits(gpu.step("decode", 3, 3)) == 8
     assert gpu.num_logits(gpu.step("decode", 40, 40)) == 64
     assert gpu.num_logits(gpu.step("mixed", 300, 2)) == 256
+    large = Buckets.choose(platform="gpu", max_num_seqs=600, max_batched_tokens=2048, pages=16)
+    assert {s.rows for s in large.samples()} == {8, 32, 64, 128, 256, 512, 600}
+    assert large.num_logits(large.step("decode", 200, 200)) == 256
+    small = Buckets.choose(platform="gpu", max_num_seqs=4, max_batched_tokens=2048, pages=16)
+    assert {s.rows for s in small.samples()} == {4}
     cpu = Buckets.choose(platform="cpu", max_num_seqs=8, max_batched_tokens=64, pages=16)
     assert all(cpu.num_logits(shape) == shape.seqs for shape in cpu.steps())
