@@ -25,10 +25,10 @@ from starlette.formparsers import MultiPartException
 from starlette.types import ASGIApp, Message
 
 from jaxserve.config import ServerConfig
+from jaxserve.entry.body_fields import Body
 from jaxserve.entry.failures import HttpFailure
 from jaxserve.entry.front import Front
 from jaxserve.entry.http_io import encode, json_response, read, takes
-from jaxserve.entry.openai_schema import Body
 from jaxserve.types import InvalidRequest
 
 log = logging.getLogger("jaxserve.batches")

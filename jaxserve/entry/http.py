@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from jaxserve.config import ServerConfig
 from jaxserve.entry import batches, embeddings, responses, sglang
+from jaxserve.entry import openai_answers as answers
 from jaxserve.entry import openai_schema as schema
 from jaxserve.entry.chat_format import ChatFormat, Message
 from jaxserve.entry.failures import HttpFailure, describe
@@ -61,7 +62,7 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
         async def prepare() -> CompletionJob:
             body = await read(request, schema.CompletionRequest)
             front.check_model(body.model)
-            reply = schema.Completion(record.request_id, front.model_name, record.created)
+            reply = answers.Completion(record.request_id, front.model_name, record.created)
             params = body.sampling()
             most = front.engine().max_in_flight
             if len(body.prompt) > 1 and len(body.prompt) * params.n > most:
@@ -84,13 +85,13 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        body = schema.model_body(front.model_name, front.info, front.started)
+        body = answers.model_body(front.model_name, front.info, front.started)
         return json_response({"object": "list", "data": [body]})
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         front.check_model(model)
-        return json_response(schema.model_body(front.model_name, front.info, front.started))
+        return json_response(answers.model_body(front.model_name, front.info, front.started))
 
     @app.get("/health")
     async def health() -> Response:
@@ -179,7 +180,7 @@ async def chat_job(
             has_one_call=body.parallel_tool_calls is False,
         )
 
-    reply = schema.ChatCompletion(
+    reply = answers.ChatCompletion(
         record.request_id, front.model_name, record.created, bool(body.stream), message
     )
     return CompletionJob(record, reply, body, params, [prompt])

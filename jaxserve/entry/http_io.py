@@ -13,9 +13,11 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.entry import openai_schema as schema
+from jaxserve.entry.body_fields import Body, parse
 from jaxserve.entry.failures import Failure, HttpFailure
 from jaxserve.entry.front import Front, Record
+from jaxserve.entry.openai_answers import Completion, usage_body
+from jaxserve.entry.openai_schema import SamplingBody
 from jaxserve.types import SamplingParams
 
 CLIENT_GONE = "499"
@@ -38,14 +40,14 @@ def begin(front: Front, request: Request, prefix: str, request_id: str | None = 
     return record
 
 
-def takes(kind: type[schema.Body]) -> dict[str, Any]:
+def takes(kind: type[Body]) -> dict[str, Any]:
     """What OpenAPI says of an endpoint that reads this body itself."""
     reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
     content = {"application/json": {"schema": reference}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-async def read[B: schema.Body](request: Request, kind: type[B]) -> B:
+async def read[B: Body](request: Request, kind: type[B]) -> B:
     """The request's body, checked.
 
     Raises: HttpFailure, InvalidRequest; ClientGone if it left while sending.
@@ -58,7 +60,7 @@ async def read[B: schema.Body](request: Request, kind: type[B]) -> B:
         body = await request.body()
     except ClientDisconnect:
         raise ClientGone from None
-    return schema.parse(kind, body)
+    return parse(kind, body)
 
 
 def json_response(body: Any, status: int = 200, headers: Any = None) -> Response:
@@ -128,8 +130,8 @@ class CompletionJob:
     def __init__(
         self,
         record: Record,
-        reply: schema.Completion,
-        body: schema.SamplingBody,
+        reply: Completion,
+        body: SamplingBody,
         params: SamplingParams,
         prompts: Sequence[str | list[int]],
     ):
@@ -175,7 +177,7 @@ class CompletionJob:
                 record.note(len(delta.token_ids), delta.finish_reason)
                 num_told += len(delta.token_ids)
                 if self.body.continuous_usage:
-                    reply.envelope["usage"] = schema.usage_body(record.usage(num_told))
+                    reply.envelope["usage"] = usage_body(record.usage(num_told))
                 if chunks := reply.chunks(i * n + delta.index, delta):
                     yield b"".join(event(chunk) for chunk in chunks)
         if self.body.include_usage:

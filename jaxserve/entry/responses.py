@@ -17,11 +17,11 @@ from pydantic import FailFast, Field
 
 from jaxserve.config import ServerConfig
 from jaxserve.entry import openai_schema as schema
+from jaxserve.entry.body_fields import Body, Stop, only, sampling_params
 from jaxserve.entry.chat_format import ChatFormat, Message
 from jaxserve.entry.failures import Failure, HttpFailure
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.http_io import answer, begin, encode, json_response, read, takes
-from jaxserve.entry.openai_schema import Body, only
 from jaxserve.entry.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
 from jaxserve.types import Grammar, InvalidRequest, SamplingParams, Usage
 
@@ -111,7 +111,7 @@ class ResponsesRequest(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: schema.Stop = ()
+    stop: Stop = ()
     include: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
     text: Text | None = Field(None, description="What the answer's text must look like.")
     reasoning: only({}) = None  # pyright: ignore[reportInvalidTypeForm]
@@ -130,7 +130,7 @@ class ResponsesRequest(Body):
         """Raises: InvalidRequest naming the field."""
         fields = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
         try:
-            return schema.sampling_params(
+            return sampling_params(
                 max_tokens=self.max_output_tokens,
                 grammar=self.grammar(),
                 **{name: getattr(self, name) for name in fields},

@@ -17,6 +17,16 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from jaxserve import __version__
+from jaxserve.entry.body_fields import (
+    Body,
+    LogitBias,
+    Stop,
+    Texts,
+    TokenIds,
+    check_prompt,
+    only,
+    sampling_params,
+)
 from jaxserve.entry.failures import Failure
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.http_io import (
@@ -31,17 +41,7 @@ from jaxserve.entry.http_io import (
     takes,
     while_connected,
 )
-from jaxserve.entry.openai_schema import (
-    LEAST_LOGPROB,
-    Body,
-    LogitBias,
-    Stop,
-    Texts,
-    TokenIds,
-    check_prompt,
-    only,
-    sampling_params,
-)
+from jaxserve.entry.openai_answers import LEAST_LOGPROB
 from jaxserve.entry.request_stream import RequestStream
 from jaxserve.entry.structured import SGLANG_PARAMETERS, grammar_of
 from jaxserve.types import (
