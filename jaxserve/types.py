@@ -230,7 +230,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     max_tokens: int | None = None
-    """Most tokens to generate; not given: until the context is full (in /v1/completions: 16)."""
+    """Most tokens to generate; not given: until the context is full (in /v1/completions: 16). 0 is
+    for what is only asked about the prompt: allowed with `echo` or `prompt_logprobs`."""
     min_tokens: int = 0
     """No stop token, stop string or end of text before this many tokens."""
     temperature: float | None = None
@@ -335,10 +336,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ):
             if isinstance(getattr(self, field), list):
                 msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
+        asks_of_prompt = self.echo is True or self.prompt_logprobs is not None
+        least = 0 if asks_of_prompt and self.grammar is None else 1
         need(
             "max_tokens",
-            self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= 1),
-            "1 or more",
+            self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= least),
+            "1 or more; 0 with echo or prompt_logprobs, and without a grammar",
         )
         need("min_tokens", whole(self.min_tokens) and self.min_tokens >= 0, "0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -496,6 +499,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             self.best_of is None or (whole(self.best_of) and self.n <= self.best_of <= MAX_CHOICES),
             f"n ({self.n}) to {MAX_CHOICES}",
         )
+        if self.max_tokens == 0:
+            need("use_beam_search", self.use_beam_search is not True, "false with max_tokens 0")
+            need("best_of", self.best_of in (None, self.n), "n with max_tokens 0")
         need("length_penalty", real(self.length_penalty), "a number")
         need(
             "early_stopping",

@@ -472,7 +472,9 @@ class Client:
             raise InvalidRequest("request_id", f"{request_id!r} is in flight already")
         observer = NoObserver() if queue == "pass" else self._observer
         stream = RequestStream(request_id, token_ids, params, arrival_s, self._break_off, observer)
-        echo = self.tokenizer.decode(token_ids) if params.echo else ""
+        echo = ""
+        if params.echo:
+            echo = self.tokenizer.decode(token_ids, params.skip_special_tokens)
         stops = StopAutomaton(params.stop) if params.stop else None
         patterns = compile_patterns(params.stop_regex)
         for index, wire_id in enumerate(wire_ids):

@@ -62,8 +62,17 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
         async def prepare() -> CompletionJob:
             body = await read(request, schema.CompletionRequest)
             front.check_model(body.model)
-            reply = answers.Completion(record.request_id, front.model_name, record.created)
             params = body.sampling()
+            tokenizer = front.engine().model.tokenizer
+            reply = answers.Completion(
+                record.request_id,
+                front.model_name,
+                record.created,
+                echoed=tokenizer if body.echoes_logprobs else None,
+                hidden=tokenizer.special_token_ids
+                if tokenizer and params.skip_special_tokens
+                else (),
+            )
             most = front.engine().max_in_flight
             if len(body.prompt) > 1 and len(body.prompt) * params.n > most:
                 count = len(body.prompt) * params.n

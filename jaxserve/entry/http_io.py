@@ -178,7 +178,8 @@ class CompletionJob:
                 num_told += len(delta.token_ids)
                 if self.body.continuous_usage:
                     reply.envelope["usage"] = usage_body(record.usage(num_told))
-                if chunks := reply.chunks(i * n + delta.index, delta):
+                prompt = record.streams[i].prompt_token_ids
+                if chunks := reply.chunks(i * n + delta.index, delta, prompt):
                     yield b"".join(event(chunk) for chunk in chunks)
         if self.body.include_usage:
             yield event(reply.usage_chunk(record.usage()))

@@ -82,7 +82,7 @@ def resolve_sampling(
         stop_token_ids |= {id for id in model.eos_token_ids if id < info.vocab_size}
     num_tokens = info.vocab_size if model.tokenizer is None else model.tokenizer.vocab_size
     return TokenSampling(
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),  # one is sampled, and dropped, where none is wanted
         min_tokens=params.min_tokens,
         temperature=float(first("temperature", 1.0)),
         top_k=top_k if 0 < top_k < info.vocab_size else 0,

@@ -1,9 +1,11 @@
 """OpenAI's bodies and chunks that answer completions and chats. Imports no jax."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jaxserve.entry.chat_format import Message
+from jaxserve.entry.tokenizer import Tokenizer
 from jaxserve.types import (
     Choice,
     ChosenLogprob,
@@ -70,25 +72,38 @@ def _prompt_logprobs(output: RequestOutput) -> dict[str, Any]:
 
 
 def completion_logprobs(
-    tokens: Sequence[ChosenLogprob] | None, offset: int = 0
+    tokens: Sequence[ChosenLogprob] | None,
+    offset: int = 0,
+    *,
+    has_first: bool = False,
+    hidden: Collection[int] = (),
 ) -> dict[str, Any] | None:
-    """The older form, of /v1/completions; `offset` is the characters of the tokens before these."""
+    """The older form, of /v1/completions; `offset` is the characters of the tokens before these.
+
+    `has_first`: the first token has no log-probability, as a prompt's has none. `hidden`: ids of
+    tokens that are not in the text.
+    """
     if tokens is None:
         return None
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.token)
-    named = any(t.named for t in tokens)
-    return {
-        **({"token_ids_logprob": [_named_logprobs(t) for t in tokens]} if named else {}),
+    found: dict[str, list[Any]] = {
         "tokens": [t.token for t in tokens],
         "token_logprobs": [_finite(t.logprob) for t in tokens],
         "top_logprobs": [
             {text: _finite(logprob) for text, _, logprob in reversed(t.top)} or None for t in tokens
         ],
-        "text_offset": offsets,
+        "text_offset": list(itertools.accumulate(widths(tokens, hidden), initial=offset))[:-1],
     }
+    if any(t.named for t in tokens):
+        found["token_ids_logprob"] = [_named_logprobs(t) for t in tokens]
+    if has_first:
+        for name in found.keys() - {"tokens", "text_offset"}:
+            found[name][0] = None
+    return found
+
+
+def widths(tokens: Sequence[ChosenLogprob], hidden: Collection[int]) -> list[int]:
+    """Characters of each in the text."""
+    return [0 if token.token_id in hidden else len(token.token) for token in tokens]
 
 
 def chat_logprobs(tokens: Sequence[ChosenLogprob] | None) -> dict[str, Any] | None:
@@ -122,8 +137,21 @@ class Completion:
 
     kind = "text_completion"
 
-    def __init__(self, id: str, model: str, created: int):
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        created: int,
+        *,
+        echoed: Tokenizer | None = None,
+        hidden: Collection[int] = (),
+    ):
+        """`echoed`: given where log-probabilities begin with the prompt's (`echo`). `hidden`: ids
+        of tokens that are not in the text.
+        """
         self.envelope = {"id": id, "object": self.kind, "created": created, "model": model}
+        self._echoed = echoed
+        self._hidden = hidden
         self._offsets: dict[int, int] = {}
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -137,20 +165,38 @@ class Completion:
 
     def _choice(self, choice: Choice, output: RequestOutput) -> dict[str, Any]:
         """A choice but for its index."""
+        tokens, has_first = self._scored(
+            choice.logprobs, output.prompt_logprobs, output.prompt_token_ids
+        )
         return {
             "text": choice.text,
-            "logprobs": completion_logprobs(choice.logprobs),
+            "logprobs": completion_logprobs(tokens, has_first=has_first, hidden=self._hidden),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
-            **_prompt_logprobs(output),
+            **({} if self._echoed else _prompt_logprobs(output)),
         }
 
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    def _scored(
+        self,
+        tokens: Sequence[ChosenLogprob] | None,
+        prompt: Sequence[ChosenLogprob | None] | None,
+        prompt_token_ids: Sequence[int],
+    ) -> tuple[Sequence[ChosenLogprob] | None, bool]:
+        """(the tokens that are told with log-probabilities, whether the first of them has none)."""
+        if self._echoed is None or prompt is None:
+            return tokens, False
+        first = prompt_token_ids[0]
+        text = self._echoed.token_text(first)
+        scored = [ChosenLogprob(token=text, token_id=first, logprob=0.0)]
+        scored += [token for token in prompt if token is not None]
+        return scored + list(tokens or ()), True
+
+    def chunks(self, index: int, delta: Delta, prompt_token_ids: Sequence[int]) -> list[Any]:
         """What is streamed for a delta of choice `index`."""
-        logprobs = completion_logprobs(delta.logprobs, self._offsets.get(index, 0))
-        if delta.logprobs:
-            characters = sum(len(t.token) for t in delta.logprobs)
-            self._offsets[index] = self._offsets.get(index, 0) + characters
+        tokens, has_first = self._scored(delta.logprobs, delta.prompt_logprobs, prompt_token_ids)
+        offset = self._offsets.get(index, 0)
+        logprobs = completion_logprobs(tokens, offset, has_first=has_first, hidden=self._hidden)
+        self._offsets[index] = offset + sum(widths(tokens or (), self._hidden))
         choice = {
             "index": index,
             "text": delta.text,
@@ -209,7 +255,7 @@ class ChatCompletion(Completion):
             for index in range(num_choices)
         ]
 
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    def chunks(self, index: int, delta: Delta, prompt_token_ids: Sequence[int]) -> list[Any]:
         message = self._messages.setdefault(index, self._message())
         events = message.push(delta.text)
         if delta.finish_reason is not None:

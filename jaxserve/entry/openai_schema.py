@@ -150,7 +150,11 @@ class SamplingBody(Body):
         return bool(options and options.include_usage and options.continuous_usage_stats)
 
     def _sampling(
-        self, max_tokens: int | None, logprobs: int | None, **more: Any
+        self,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        **more: Any,
     ) -> SamplingParams:
         if self.stream_options is not None:
             if not self.stream:
@@ -181,7 +185,7 @@ class SamplingBody(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             token_ids_logprob=self.token_ids_logprob,
             logprobs_mode=self.logprobs_mode,
             n=self.n,
@@ -213,14 +217,28 @@ class CompletionRequest(SamplingBody):
         None,
         description=f"Likeliest tokens to report, 0 to {MAX_LOGPROBS}; {ALL_LOGPROBS}: all.",
     )
-    echo: bool | None = Field(None, description="Begin the text with the prompt.")
+    echo: bool | None = Field(
+        None, description="Begin the text with the prompt, and its log-probabilities."
+    )
     suffix: only("") = None  # pyright: ignore[reportInvalidTypeForm]
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
 
     def sampling(self) -> SamplingParams:
         """Raises InvalidRequest naming the field."""
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo", "can't be given with logprobs")
-        params = self._sampling(self.max_tokens, self.logprobs, echo=self.echo)
+        prompt_logprobs = self.prompt_logprobs
+        if self.echoes_logprobs:
+            if prompt_logprobs not in (None, self.logprobs):
+                raise InvalidRequest(
+                    "prompt_logprobs", "differs from logprobs, which with echo are the prompt's too"
+                )
+            if self.stream and (self.n or 1) > 1:
+                # The first choice scores the prompt; the others may be told before that is known.
+                raise InvalidRequest("n", f"is {self.n}; allowed with stream, echo, logprobs: 1")
+            prompt_logprobs = self.logprobs
+        params = self._sampling(self.max_tokens, self.logprobs, prompt_logprobs, echo=self.echo)
         if len(self.prompt) * params.n > MAX_PROMPTS:
             raise InvalidRequest(
                 "n", f"is {params.n} for {len(self.prompt)} prompts; allowed: {MAX_PROMPTS} in all"
@@ -386,7 +404,8 @@ class ChatRequest(SamplingBody):
                 f"is {self.top_logprobs}; allowed: 0 to {most}, or {ALL_LOGPROBS} for all",
             )
         try:
-            return self._sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+            logprobs = (self.top_logprobs or 0) if self.logprobs else None
+            return self._sampling(max_tokens, logprobs, self.prompt_logprobs)
         except InvalidRequest as error:
             if error.field == "max_tokens" and self.max_tokens is None:
                 raise InvalidRequest("max_completion_tokens", error.message) from None

@@ -112,6 +112,9 @@ class ChoiceState:
         if not self.token_ids:
             self.num_cached_tokens = output.num_cached_tokens
         self.embedding = output.embedding
+        if self.stream.params.max_tokens == 0:
+            self.finish_reason = "length"
+            return [], self._add("")
         token_ids, text = output.token_ids, ""
         self.finish_reason = output.finish_reason
         # A stop token counts as generated, but is no text. A grammar may end a text without one.

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import re
 
 import pytest
@@ -309,7 +310,11 @@ async def test_over_http():
             ({"use_beam_search": True, "stop": "a"}, "stop"),
             ({"use_beam_search": True, "n": 20}, "n"),
             ({"priority": 1}, "priority"),
-            ({"echo": True, "logprobs": 1}, "echo"),
+            ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
+            ({"echo": True, "logprobs": 1, "stream": True, "n": 2}, "n"),
+            ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
+            ({"max_tokens": 0, "echo": True, "best_of": 2}, "best_of"),
+            ({"max_tokens": 0, "echo": True, "guided_regex": "a"}, "max_tokens"),
             ({"stream_interval": 2}, "stream_interval"),
             (
                 {"stream": True, "stream_options": {"continuous_usage_stats": True}},
@@ -323,6 +328,51 @@ async def test_over_http():
             chat = {"messages": [{"role": "user", "content": "a"}], **fields}
             response = await http.post("/v1/chat/completions", json=chat)
             assert response.status_code == 400
+
+
+async def test_echo_has_the_prompts_logprobs_in_front():
+    """As OpenAI's completions had them, also for what is only asked about a prompt."""
+    async with serving_http(reply="One 22 three ") as (_, http):
+
+        async def ask(**fields):
+            body = {"prompt": "ab", "echo": True, "logprobs": 2, **fields}
+            return await http.post("/v1/completions", json=body)
+
+        ids = byte_tokenizer().encode("<s>abOn", False)
+        answer = (await ask(prompt=ids[:3], max_tokens=2)).json()
+        [choice] = answer["choices"]
+        assert choice["text"] == "abOn"
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == ["<s>", "a", "b", "O", "n"]
+        assert logprobs["token_logprobs"] == [None, -0.25, -0.25, -0.5, -0.5]
+        assert logprobs["text_offset"] == [0, 0, 1, 2, 3]
+        assert logprobs["top_logprobs"][0] is None
+        assert [len(top) for top in logprobs["top_logprobs"][1:]] == [2] * 4
+        assert "prompt_logprobs" not in choice
+        shown = (await ask(prompt=ids[:3], max_tokens=2, skip_special_tokens=False)).json()
+        assert shown["choices"][0]["text"] == "<s>abOn"
+        assert shown["choices"][0]["logprobs"]["text_offset"] == [0, 3, 4, 5, 6]
+
+        for fields in ({}, {"prompt": ["ab", "cde"], "n": 2}):
+            answer = (await ask(max_tokens=0, **fields)).json()
+            prompts = [p for p in fields.get("prompt", ["ab"]) for _ in range(fields.get("n", 1))]
+            for choice, prompt in zip(answer["choices"], prompts, strict=True):
+                assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
+                assert choice["logprobs"]["tokens"] == list(prompt)
+                expected = [None] + [-0.25] * (len(prompt) - 1)
+                assert choice["logprobs"]["token_logprobs"] == expected
+            assert answer["usage"]["completion_tokens"] == 0
+        only = (await ask(logprobs=None, max_tokens=0)).json()["choices"][0]
+        assert (only["text"], only["logprobs"]) == ("ab", None)
+
+        for count in (0, 3):
+            whole = (await ask(max_tokens=count)).json()["choices"][0]
+            lines = (await ask(max_tokens=count, stream=True)).text.split("\n\n")[:-2]
+            told = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+            assert "".join(one["text"] for one in told) == whole["text"]
+            for name, values in whole["logprobs"].items():
+                assert [v for one in told for v in one["logprobs"][name]] == values, name
+            assert told[-1]["finish_reason"] == "length"
 
 
 async def test_over_grpc():
