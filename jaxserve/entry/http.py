@@ -175,6 +175,7 @@ async def chat_job(
         body.template_tools(),
         body.chosen_tool(),
         separates_reasoning=body.separate_reasoning is not False,
+        has_one_call=body.parallel_tool_calls is False,
     )
     params = form.adjust(body.sampling())
     variables = {**body.template_variables(), **form.template}
@@ -192,7 +193,7 @@ async def chat_job(
     reply = answers.ChatCompletion(
         record.request_id, front.model_name, record.created, bool(body.stream), message
     )
-    return CompletionJob(record, reply, body, params, [prompt])
+    return CompletionJob(record, reply, body, params, [prompt], form.until(prompt))
 
 
 def _openapi(app: fastapi.FastAPI) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.entry.body_fields import Body, parse
+from jaxserve.entry.client import Until
 from jaxserve.entry.failures import Failure, HttpFailure
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.openai_answers import Completion, usage_body
@@ -134,12 +135,14 @@ class CompletionJob:
         body: SamplingBody,
         params: SamplingParams,
         prompts: Sequence[str | list[int]],
+        until: Callable[[], Until] | None = None,
     ):
         self.record = record
         self.reply = reply
         self.body = body
         self._params = params
         self._prompts = prompts
+        self._until = until
         if body.include_usage:
             reply.envelope["usage"] = None
 
@@ -155,7 +158,11 @@ class CompletionJob:
         self.record.user = self.body.user
         for prompt in self._prompts:
             await self.record.open(
-                prompt, self._params, self.body.default_max_tokens, self.body.priority or 0
+                prompt,
+                self._params,
+                self.body.default_max_tokens,
+                self.body.priority or 0,
+                until=self._until,
             )
 
     async def whole(self) -> dict[str, Any]:

@@ -361,7 +361,7 @@ class ChatRequest(SamplingBody):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(
-        None, description="false: at most one call; no effect without tools."
+        None, description="false: the answer ends with its first call; no effect without tools."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further variables for the model's chat template."
