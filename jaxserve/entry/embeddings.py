@@ -99,4 +99,4 @@ def add_routes(app: fastapi.FastAPI, front: Front) -> None:
             found = await while_connected(request.receive, embed(front, record, body))
             return json_response(found)
 
-        return await respond(request, record, work)
+        return await respond(record, work)

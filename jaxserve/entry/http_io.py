@@ -201,35 +201,29 @@ async def answer(
     request: Request, record: Record, prepare: Callable[[], Awaitable[Job]]
 ) -> Response:
     """The response to a completion request, whole or streamed, or to what is wrong with it."""
-    opened = False
-    try:
+
+    async def work() -> Response:
         job = await prepare()
         if job.streams:
             await while_connected(request.receive, job.open())
-            opened = True
             return EventStream(job)
-        body = await while_connected(request.receive, job.whole())
-        record.end("200")
-        return json_response(body, headers=request_id_header(record))
-    except ClientGone:
-        record.end(CLIENT_GONE)
-        return Response(status_code=499)
-    except Exception as error:  # answered; `fail` logs faults of ours
-        return failure_response(record.fail(error), request_id_header(record))
-    finally:
-        if not opened:
-            await record.close()
-            record.end(CLIENT_GONE)  # cancelled, or it has ended already
+        return json_response(await while_connected(request.receive, job.whole()))
+
+    return await respond(record, work)
 
 
-async def respond(
-    request: Request, record: Record, work: Callable[[], Coroutine[Any, Any, Response]]
-) -> Response:
-    """The response that `work` makes, from reading the body on, or one to what is wrong with it."""
+async def respond(record: Record, work: Callable[[], Coroutine[Any, Any, Response]]) -> Response:
+    """The response that `work` makes, from reading the body on, or one to what is wrong with it.
+
+    The record ends with it, but for a stream's, which has only begun.
+    """
+    begun = False
     try:
         response = await work()
-        response.headers["x-request-id"] = record.request_id
-        record.end(str(response.status_code))
+        begun = isinstance(response, EventStream)
+        if not begun:
+            response.headers.update(request_id_header(record))
+            record.end(str(response.status_code))
         return response
     except ClientGone:
         record.end(CLIENT_GONE)
@@ -237,8 +231,9 @@ async def respond(
     except Exception as error:  # answered; `fail` logs faults of ours
         return failure_response(record.fail(error), request_id_header(record))
     finally:
-        await record.close()
-        record.end(CLIENT_GONE)  # cancelled, or it has ended already
+        if not begun:
+            await record.close()
+            record.end(CLIENT_GONE)  # cancelled, or it has ended already
 
 
 def request_id_header(record: Record) -> dict[str, str]:
