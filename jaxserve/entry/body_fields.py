@@ -18,6 +18,8 @@ from jaxserve.types import InvalidRequest, SamplingParams
 MAX_PROMPTS = 1024
 """Prompts of one /v1/completions, times its n."""
 MAX_ERRORS = 100
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+"""The JSON schema of a prompt."""
 
 
 def only(*allowed: Any) -> Any:
@@ -110,14 +112,10 @@ Prompt = Annotated[
         {
             "description": "One prompt or several, each as text or as token ids.",
             "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                },
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                TOKEN_IDS,
+                {"type": "array", "items": TOKEN_IDS, "minItems": 1},
             ],
         }
     ),

@@ -4,16 +4,15 @@ An endpoint is one function in `make_app`. Every error has OpenAI's body. A clie
 ends its request, whether it streams or not. Imports no jax.
 """
 
-from typing import Any
+import functools
 
 import fastapi
-import pydantic.json_schema
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from jaxserve.config import ServerConfig
-from jaxserve.entry import batches, embeddings, responses, sglang
+from jaxserve.entry import batches, embeddings, openapi, responses, sglang
 from jaxserve.entry import openai_answers as answers
 from jaxserve.entry import openai_schema as schema
 from jaxserve.entry.chat_format import ChatFormat, Message
@@ -33,17 +32,6 @@ from jaxserve.entry.http_io import (
 from jaxserve.metrics import CONTENT_TYPE, Metrics
 from jaxserve.types import EngineDead, InvalidRequest, QueueFull, RequestFailed
 
-BODIES = (
-    schema.CompletionRequest,
-    schema.ChatRequest,
-    schema.TokenizeRequest,
-    schema.DetokenizeRequest,
-    embeddings.EmbeddingRequest,
-    responses.ResponsesRequest,
-    batches.BatchRequest,
-    *sglang.BODIES,
-)
-
 KNOWN_ERRORS = (InvalidRequest, QueueFull, EngineDead, RequestFailed, HttpFailure, Exception)
 """What an endpoint may raise; starlette logs and re-raises the last, which is nobody's known
 mistake.
@@ -53,7 +41,7 @@ mistake.
 def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
     """The whole HTTP application, as an ASGI callable."""
     app = fastapi.FastAPI(title="jaxserve", docs_url=None, redoc_url=None)
-    app.openapi = lambda: _openapi(app)
+    app.openapi = functools.cache(lambda: openapi.describe(app, front))
 
     @app.post("/v1/completions", openapi_extra=takes(schema.CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -194,16 +182,3 @@ async def chat_job(
         record.request_id, front.model_name, record.created, bool(body.stream), message
     )
     return CompletionJob(record, reply, body, params, [prompt], form.until(prompt))
-
-
-def _openapi(app: fastapi.FastAPI) -> dict[str, Any]:
-    """The API's description, with the bodies that the endpoints read themselves."""
-    if app.openapi_schema is None:
-        description = fastapi.FastAPI.openapi(app)
-        _, bodies = pydantic.json_schema.models_json_schema(
-            [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
-        )
-        components = description.setdefault("components", {}).setdefault("schemas", {})
-        components.update(bodies.get("$defs", {}))
-        app.openapi_schema = description
-    return app.openapi_schema

@@ -4,8 +4,10 @@ Imports no jax.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import pydantic
 from pydantic import FailFast, Field
 
 from jaxserve.entry.body_fields import (
@@ -42,6 +44,65 @@ STRUCTURED = (
     "guided_grammar",
 )
 """Fields of which one may ask for structured output."""
+
+
+def _object(required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    """A JSON schema."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+JSON_SCHEMA = {"type": ["object", "boolean"]}
+TEXT = {"type": "string"}
+STRUCTURES = {
+    "structures": {
+        "type": "array",
+        "minItems": 1,
+        "items": _object(["begin"], begin=TEXT, schema=JSON_SCHEMA, end=TEXT),
+    },
+    "triggers": {"type": "array", "minItems": 1, "items": {**TEXT, "minLength": 1}},
+}
+ResponseFormat = Annotated[
+    dict[str, Any],
+    pydantic.WithJsonSchema(
+        {
+            "anyOf": [
+                _object(["type"], type={"enum": ["text", "json_object"]}),
+                _object(
+                    ["type", "json_schema"],
+                    type={"const": "json_schema"},
+                    json_schema=_object(
+                        ["schema"],
+                        name=TEXT,
+                        description=TEXT,
+                        schema=JSON_SCHEMA,
+                        strict={"type": "boolean"},
+                    ),
+                ),
+                _object(["type", *STRUCTURES], type={"const": "structural_tag"}, **STRUCTURES),
+            ]
+        }
+    ),
+]
+StructuredOutputs = Annotated[
+    dict[str, Any],
+    pydantic.WithJsonSchema(
+        {
+            "anyOf": [
+                _object(["json"], json=JSON_SCHEMA),
+                _object(["regex"], regex=TEXT),
+                _object(["choice"], choice={"type": "array", "minItems": 1, "items": TEXT}),
+                _object(["grammar"], grammar=TEXT),
+                _object(["json_object"], json_object={"const": True}),
+                _object(["structural_tag"], structural_tag=_object([*STRUCTURES], **STRUCTURES)),
+            ]
+        }
+    ),
+]
 
 
 class StreamOptions(Body):
@@ -101,10 +162,10 @@ class SamplingBody(Body):
         None, description="Whether of the model's own distribution, or of what is sampled from."
     )
     # Structured output; one of these at the most. `structured` reads them.
-    response_format: dict[str, Any] | None = Field(
+    response_format: ResponseFormat | None = Field(
         None, description="type: text, json_object, json_schema or structural_tag."
     )
-    structured_outputs: dict[str, Any] | None = Field(
+    structured_outputs: StructuredOutputs | None = Field(
         None,
         description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag.",
     )

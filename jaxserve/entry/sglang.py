@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxserve import __version__
 from jaxserve.entry.body_fields import (
+    TOKEN_IDS,
     Body,
     LogitBias,
     Stop,
@@ -55,6 +56,9 @@ from jaxserve.types import (
 
 DEFAULT_MAX_NEW_TOKENS = 128
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
+INPUT_IDS = {
+    "anyOf": [TOKEN_IDS, {"type": "array", "items": TOKEN_IDS, "minItems": 1}, {"type": "null"}]
+}
 NAMES = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -128,7 +132,7 @@ class GenerateRequest(Body):
     """The body of /generate."""
 
     text: str | Texts | None = None
-    input_ids: Annotated[Any, pydantic.WithJsonSchema({"type": "array"})] = None
+    input_ids: Annotated[Any, pydantic.WithJsonSchema(INPUT_IDS)] = None
     sampling_params: SglangSampling | list[SglangSampling] | None = None
     stream: bool | None = None
     rid: str | None = Field(None, description="Name that /abort_request knows it by.")

@@ -1,4 +1,4 @@
-"""A server of a tiny model for clients that live in an environment of their own (make test-clients).
+"""A server of a tiny model, for clients in an environment of their own (make test-clients).
 
 The server's process is Python of the main environment, which SERVER_PYTHON names.
 """
@@ -19,7 +19,7 @@ if importlib.util.find_spec("litellm") is None:
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory):
-    """Address of a server whose texts have at most a thousand characters, prompt included."""
+    """Address of a server whose texts have at most a thousand tokens (bytes), prompt included."""
     python = os.environ.get("SERVER_PYTHON", str(ROOT / ".venv/bin/python"))
     folder = tmp_path_factory.mktemp("server")
     environment = {
@@ -31,6 +31,7 @@ def url(tmp_path_factory):
     write = [python, str(ROOT / "tests/fixtures/tiny_folder.py"), str(folder / "tiny")]
     subprocess.run(write, check=True, env=environment, cwd=ROOT)
     limits = ["--max-num-seqs=4", "--max-batched-tokens=32", "--num-pages=256", "--embeddings"]
+    limits.append("--max-model-len=1024")
     command = [python, "-m", "jaxserve", "serve", str(folder / "tiny"), "--port=0", *limits]
     command += [f"--files-dir={folder / 'files'}", "--log-level=warning", "--grace-s=0"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""instructor, unchanged: answers as pydantic models, by tools and by JSON schemas, no retry used."""
+"""instructor, unchanged: answers as pydantic models, by tools and JSON schemas, without a retry."""
 
 import asyncio
 from typing import Literal
@@ -24,7 +24,7 @@ class Report(pydantic.BaseModel, extra="forbid"):
 
 
 ASK = {
-    "model": "tiny", "response_model": Report, "max_retries": 0, "max_tokens": 1200,
+    "model": "tiny", "response_model": Report, "max_retries": 0, "max_tokens": 700,
     "messages": [{"role": "user", "content": "Weather?"}],
 }  # fmt: skip
 MODES = [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS_STRICT]

@@ -262,6 +262,8 @@ async def test_a_search_fails_with_its_engine(fake_engine, byte_level):
         ({"stream_interval": 0}, "stream_interval"),
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"early_stopping": True}, "early_stopping"),
+        ({"presence_penalty": None}, "presence_penalty"),
+        ({"n": None}, "n"),
         ({"use_beam_search": True, "early_stopping": "x"}, "early_stopping"),
         ({"use_beam_search": True, "length_penalty": float("nan")}, "length_penalty"),
         ({"skip_special_tokens": 1}, "skip_special_tokens"),
