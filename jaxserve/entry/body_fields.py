@@ -5,6 +5,8 @@ value asks for nothing (`presence_penalty: 0`). A field that a body doesn't name
 Imports no jax.
 """
 
+import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -18,6 +20,8 @@ from jaxserve.types import InvalidRequest, SamplingParams
 MAX_PROMPTS = 1024
 """Prompts of one /v1/completions, times its n."""
 MAX_ERRORS = 100
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+"""As a key of an object."""
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 """The JSON schema of a prompt."""
 
@@ -158,10 +162,9 @@ def check_biases(value: Any) -> Any:
     """Token ids as numbers: JSON has only strings for keys."""
     if not isinstance(value, dict):
         return value
-    try:
-        return {int(token_id): bias for token_id, bias in value.items()}
-    except ValueError:
-        raise PydanticCustomError("logit_bias_key", "has a key that is no token id") from None
+    if not all(TOKEN_ID.fullmatch(key) for key in value):
+        raise PydanticCustomError("logit_bias_key", "has a key that is no token id")
+    return {int(token_id): bias for token_id, bias in value.items()}
 
 
 LogitBias = Annotated[dict[int, float], pydantic.BeforeValidator(check_biases)]
@@ -188,7 +191,9 @@ def parse[B: Body](kind: type[B], body: bytes) -> B:
     the first wrong field.
     """
     try:
-        return kind.model_validate_json(body)
+        found = kind.model_validate_json(body)
+        json.loads(body, object_pairs_hook=_check_keys, parse_int=str)  # whatever their length
+        return found
     except pydantic.ValidationError as error:
         if error.error_count() > MAX_ERRORS:  # listing a million errors takes seconds
             raise HttpFailure(400, f"{error.error_count()} fields are wrong or unknown") from None
@@ -207,6 +212,15 @@ def parse[B: Body](kind: type[B], body: bytes) -> B:
     if first["type"] == "extra_forbidden":
         raise InvalidRequest(location, "is not a parameter of this endpoint")
     raise InvalidRequest(location, message)
+
+
+def _check_keys(pairs: list[tuple[str, Any]]) -> None:
+    """Raises: InvalidRequest for a key that comes twice: which one counts is anybody's guess."""
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise InvalidRequest(key, "comes twice in one object")
+        seen.add(key)
 
 
 def _location(parts: Sequence[int | str]) -> str:

@@ -326,7 +326,7 @@ class Client:
             token_ids = check_token_ids("tokens", token_ids, self.info.vocab_size)
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
-    async def chat_prompt(self, conversation: Messages, **template: Any) -> list[int]:
+    async def chat_prompt(self, conversation: Messages, /, **template: Any) -> list[int]:
         """Token ids of a conversation by the model's chat template, with further variables for it.
 
         Raises: InvalidRequest for malformed messages and for a model that has no template.

@@ -100,7 +100,7 @@ def page(bodies: Iterable[dict[str, Any]], request: Request) -> dict[str, Any]:
     query = dict(request.query_params)
     limit = query.pop("limit", "20")
     after = query.pop("after", None)
-    if not limit.isdigit() or not 1 <= int(limit) <= 10_000:
+    if not re.fullmatch(r"[0-9]{1,5}", limit) or not 1 <= int(limit) <= 10_000:
         raise InvalidRequest("limit", f"is {limit[:20]!r}; allowed: 1 to 10000")
     purpose = query.pop("purpose", None)
     for name in query:

@@ -403,7 +403,7 @@ def template_call(call: ToolCall, where: str) -> dict[str, Any]:
     """A call with its arguments as an object, which is what templates write as JSON."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidRequest(f"{where}.function.arguments", "is not JSON") from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -481,7 +481,7 @@ class ChatRequest(SamplingBody):
     def template_variables(self) -> dict[str, Any]:
         """Raises: InvalidRequest for one that is not the client's to set."""
         variables = self.chat_template_kwargs or {}
-        for name in ("messages", "tools", "documents", "add_generation_prompt"):
+        for name in ("messages", "tools", "documents", "add_generation_prompt", "self"):
             if name in variables:
                 raise InvalidRequest("chat_template_kwargs", f"has {name!r}, which is set already")
         return variables
