@@ -59,7 +59,7 @@ def calling(arguments: str) -> dict[str, Any]:
         ("/v1/completions", {"prompt": "a", "guided_json": '{"const": NaN}'}, "guided_json"),
         ("/v1/completions", {"prompt": "a", "guided_json": '{"const": 1e999}'}, "guided_json"),
         ("/v1/completions", '{"prompt": "a", "guided_json": {"const": ' + "9" * 5000 + "}}",
-         "guided_json"),
+         None),
         ("/v1/completions", {"prompt": "a", "guided_choice": []}, "guided_choice"),
         ("/v1/chat/completions", calling(DEEP), "messages[1].tool_calls[0].function.arguments"),
         ("/v1/chat/completions", calling('{"a": "\\ud800"}'), "messages"),
