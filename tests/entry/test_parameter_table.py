@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import grpc.aio
@@ -132,6 +133,16 @@ def cases(title: str, kinds: tuple[str, ...]) -> list[str]:
     return sorted(name for name, kind in surface.fields.items() if kind in kinds)
 
 
+def shown(titles: Iterable[str]) -> list[tuple[str, str]]:
+    """(surface, field) of all fields that a fake engine shows something of."""
+    return [
+        (title, name)
+        for title in titles
+        for name in cases(title, (table.WORKS, table.LABEL))
+        if name not in SAYS_NOTHING and name not in ELSEWHERE
+    ]
+
+
 def value_of(title: str, name: str) -> Any:
     return OTHERWISE.get((title, name), VALUES.get(name))
 
@@ -154,15 +165,7 @@ def plain(text: str, ids: bool = False) -> str:
     return re.sub(r'"(created|created_at|e2e_latency)":[\d.]+', "", text)
 
 
-HTTP_CASES = [
-    (title, name)
-    for title in HTTP
-    for name in cases(title, (table.WORKS, table.LABEL))
-    if name not in SAYS_NOTHING and name not in ELSEWHERE
-]
-
-
-@pytest.mark.parametrize(("title", "name"), HTTP_CASES)
+@pytest.mark.parametrize(("title", "name"), shown(HTTP))
 @pytest.mark.asyncio(loop_scope="module")
 async def test_http_fields_do_something_or_are_labels(served, title: str, name: str):
     path, base = HTTP[title]
@@ -229,15 +232,9 @@ GRPC_VALUES: dict[str, Any] = {
         {"name": t["function"]["name"], "parameters": json.dumps(SCHEMA)} for t in TOOLS
     ],
 }  # fmt: skip
-GRPC_CASES = [
-    (title, name)
-    for title in GRPC
-    for name in cases(title, (table.WORKS, table.LABEL))
-    if name not in SAYS_NOTHING and name not in ELSEWHERE
-]
 
 
-@pytest.mark.parametrize(("title", "name"), GRPC_CASES)
+@pytest.mark.parametrize(("title", "name"), shown(GRPC))
 @pytest.mark.asyncio(loop_scope="module")
 async def test_grpc_fields_do_something(served, title: str, name: str):
     kind, method, base = GRPC[title]
