@@ -204,7 +204,7 @@ async def test_batches_outlive_the_server_and_those_that_ran_have_failed(tmp_pat
             while (await client.batches.retrieve(left.id)).request_counts.completed < 1:
                 await asyncio.sleep(0.01)
     async with running() as client:
-        assert [b.id for b in (await client.batches.list()).data] == [left.id, done.id]
+        assert {b.id for b in (await client.batches.list()).data} == {left.id, done.id}
         assert await client.batches.retrieve(done.id) == done
         assert "r0" in (await client.files.content(done.output_file_id)).text
         left = await client.batches.retrieve(left.id)
