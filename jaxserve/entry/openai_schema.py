@@ -66,7 +66,8 @@ STRUCTURES = {
     },
     "triggers": {"type": "array", "minItems": 1, "items": {**TEXT, "minLength": 1}},
 }
-ResponseFormat = Annotated[
+# Named with `type`: before Python 3.12.2 what is annotated with a dict can't stand in a union.
+type ResponseFormat = Annotated[
     dict[str, Any],
     pydantic.WithJsonSchema(
         {
@@ -88,7 +89,7 @@ ResponseFormat = Annotated[
         }
     ),
 ]
-StructuredOutputs = Annotated[
+type StructuredOutputs = Annotated[
     dict[str, Any],
     pydantic.WithJsonSchema(
         {

@@ -34,25 +34,27 @@ def url(tmp_path_factory):
     limits.append("--max-model-len=1024")
     command = [python, "-m", "jaxserve", "serve", str(folder / "tiny"), "--port=0", *limits]
     command += [f"--files-dir={folder / 'files'}", "--log-level=warning", "--grace-s=0"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-    )
-    kill = threading.Timer(300, process.kill)
-    kill.start()
-    try:
-        address, said = None, []
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("HTTP "):
-                address = line.split()[1]
-            if line.strip() == "ready":
-                break
-        kill.cancel()
-        assert address is not None, "".join(said)
-        threading.Thread(target=process.stdout.read, daemon=True).start()
-        yield address
-    finally:
-        kill.cancel()
-        process.terminate()
-        process.wait(30)
+    ) as process:
+        kill = threading.Timer(300, process.kill)
+        kill.start()
+        try:
+            address, said = None, []
+            for line in process.stdout:
+                said.append(line)
+                if line.startswith("HTTP "):
+                    address = line.split()[1]
+                if line.strip() == "ready":
+                    break
+            kill.cancel()
+            assert address is not None, "".join(said)
+            rest = threading.Thread(target=process.stdout.read)
+            rest.start()
+            yield address
+        finally:
+            kill.cancel()
+            process.terminate()
+            process.wait(60)
+        rest.join()
     assert process.returncode == 0

@@ -6,7 +6,7 @@ import json
 import litellm
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("default")  # what the clients warn of is theirs
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the clients warn of is theirs
 
 TOOL = {
     "type": "function",
