@@ -9,7 +9,7 @@ FIND_PYTHON = for p in python3.13 \
 	         "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python3 2>/dev/null) python3.12 python3; do \
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && echo "$$p" && break; done
 
-.PHONY: demo test test-aot format proto bench clean
+.PHONY: demo test test-aot test-clients fuzz format proto bench clean
 
 $(VENV)/.base: pyproject.toml
 	@python=$$($(FIND_PYTHON)); \
@@ -43,6 +43,19 @@ $(VENV)-aot/.done: $(VENV)/.base
 test-aot: $(VENV)-aot/.done   ## compile the real kernels and steps for H200s and TPUs
 	@$(VENV)-aot/bin/python -m pytest -m aot
 
+# Clients that pin other versions than ours of what both need; the server they ask runs from $(VENV).
+CLIENTS := SERVER_PYTHON=$(PY) $(VENV)-clients/bin/python -m pytest tests/clients
+$(VENV)-clients/.done: tests/clients/requirements.txt $(VENV)/.base
+	@[ -x $(VENV)-clients/bin/python ] || $(PY) -m venv $(VENV)-clients
+	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+test-clients: $(VENV)-clients/.done   ## instructor, litellm and a short fuzz of the HTTP API
+	@$(CLIENTS)
+
+fuzz: $(VENV)-clients/.done   ## thousands of cases made from the server's own OpenAPI
+	@$(CLIENTS) -m slow
+
 format: $(VENV)/.dev
 	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .
 
@@ -50,4 +63,4 @@ proto: $(VENV)/.dev   ## generate the gRPC classes from jaxserve.proto
 	@$(PY) -m jaxserve.entry.proto.generate
 
 clean:
-	rm -rf $(VENV) $(VENV)-aot .cache *.egg-info
+	rm -rf $(VENV) $(VENV)-aot $(VENV)-clients .cache *.egg-info

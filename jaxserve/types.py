@@ -9,7 +9,7 @@ import json
 import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import msgspec
 
@@ -222,6 +222,67 @@ def _check_structural_tag(tag: dict[str, Any], field: str) -> None:
         )
 
 
+def whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Range(NamedTuple):
+    """What a number may be, from `low` to `high`."""
+
+    low: float
+    high: float = math.inf
+    is_whole: bool = False
+    is_over_low: bool = False
+    """`low` itself is not allowed."""
+    words: str = ""
+    """How the range is told, where numbers say less."""
+
+    def holds(self, value: Any) -> bool:
+        is_number = whole(value) if self.is_whole else real(value)
+        over = is_number and (value > self.low if self.is_over_low else value >= self.low)
+        return over and value <= self.high
+
+    def __str__(self) -> str:
+        if self.words:
+            return self.words
+        if self.is_over_low:
+            return f"over {self.low:g}, up to {self.high:g}"
+        return f"{self.low:g} " + ("or more" if self.high >= MAX_INT else f"to {self.high:g}")
+
+    def json_schema(self) -> dict[str, float]:
+        low = {"exclusiveMinimum" if self.is_over_low else "minimum": self.low}
+        return low if self.high == math.inf else {**low, "maximum": self.high}
+
+
+MAX_INT = 2**31 - 1
+_LOGPROBS = Range(
+    ALL_LOGPROBS, MAX_LOGPROBS, True, words=f"0 to {MAX_LOGPROBS}, or {ALL_LOGPROBS} for all"
+)
+RANGES = {
+    "min_tokens": Range(0, is_whole=True),
+    "temperature": Range(0, 2),
+    "top_k": Range(-1, MAX_INT, True, words="-1, 0 or more"),
+    "top_p": Range(0, 1, is_over_low=True),
+    "min_p": Range(0, 1),
+    "typical_p": Range(0, 1, is_over_low=True),
+    "repetition_penalty": Range(0.01, 100),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "no_repeat_ngram_size": Range(0, is_whole=True),
+    "seed": Range(-MAX_SEED - 1, MAX_SEED, True, words="a 64-bit integer"),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "n": Range(1, MAX_CHOICES, True),
+    "truncate_prompt_tokens": Range(-1, MAX_INT, True, words="-1, or 1 or more"),
+    "stream_interval": Range(1, MAX_INT, True),
+}
+"""Of SamplingParams' numbers, but for those whose range depends on others."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to sample, as a user states it; `None` takes the model's `generation_config.json`, else
     OpenAI's default.
@@ -230,7 +291,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     max_tokens: int | None = None
-    """Most tokens to generate; not given: until the context is full (in /v1/completions: 16)."""
+    """Most tokens to generate; not given: until the context is full (in /v1/completions: 16). 0 is
+    for what is only asked about the prompt: allowed with `echo` or `prompt_logprobs`."""
     min_tokens: int = 0
     """No stop token, stop string or end of text before this many tokens."""
     temperature: float | None = None
@@ -314,16 +376,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not holds:
                 raise InvalidRequest(field, f"is {getattr(self, field)!r}; allowed: {allowed}")
 
-        def whole(value: Any) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool)
-
-        def real(value: Any) -> bool:
-            return (
-                isinstance(value, int | float)
-                and not isinstance(value, bool)
-                and math.isfinite(value)
-            )
-
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         for field in (
@@ -335,58 +387,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ):
             if isinstance(getattr(self, field), list):
                 msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
+        asks_of_prompt = self.echo is True or self.prompt_logprobs is not None
+        least = 0 if asks_of_prompt and self.grammar is None else 1
         need(
             "max_tokens",
-            self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= 1),
-            "1 or more",
+            self.max_tokens is None or (whole(self.max_tokens) and self.max_tokens >= least),
+            "1 or more; 0 with echo or prompt_logprobs, and without a grammar",
         )
-        need("min_tokens", whole(self.min_tokens) and self.min_tokens >= 0, "0 or more")
+        for field, allowed in RANGES.items():
+            value = getattr(self, field)
+            is_open = value is None and field in OPEN_FIELDS
+            need(field, is_open or allowed.holds(value), str(allowed))
+        need("truncate_prompt_tokens", self.truncate_prompt_tokens != 0, "-1, or 1 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 "min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})"
             )
-        need(
-            "temperature",
-            self.temperature is None or (real(self.temperature) and 0 <= self.temperature <= 2),
-            "0 to 2",
-        )
-        need(
-            "top_k",
-            self.top_k is None or (whole(self.top_k) and -1 <= self.top_k < 2**31),
-            "-1, 0 or more",
-        )
-        need(
-            "top_p",
-            self.top_p is None or (real(self.top_p) and 0 < self.top_p <= 1),
-            "over 0, up to 1",
-        )
-        need("min_p", self.min_p is None or (real(self.min_p) and 0 <= self.min_p <= 1), "0 to 1")
-        need(
-            "typical_p",
-            self.typical_p is None or (real(self.typical_p) and 0 < self.typical_p <= 1),
-            "over 0, up to 1",
-        )
-        need(
-            "repetition_penalty",
-            self.repetition_penalty is None
-            or (real(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100),
-            "0.01 to 100",
-        )
-        for field in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, field)
-            need(field, real(value) and -2 <= value <= 2, "-2 to 2")
-        need(
-            "no_repeat_ngram_size",
-            self.no_repeat_ngram_size is None
-            or (whole(self.no_repeat_ngram_size) and self.no_repeat_ngram_size >= 0),
-            "0 or more",
-        )
-        self._check_token_options(need, whole, real)
-        need(
-            "seed",
-            self.seed is None or (whole(self.seed) and -MAX_SEED - 1 <= self.seed <= MAX_SEED),
-            "a 64-bit integer",
-        )
+        self._check_token_options(need)
         need(
             "stop",
             isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
@@ -401,21 +418,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "stop", f"has {length} characters; allowed: at most {MAX_STOP_CHARACTERS}"
             )
         need("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
-        for field in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, field)
-            need(
-                field,
-                value is None or (whole(value) and ALL_LOGPROBS <= value <= MAX_LOGPROBS),
-                f"0 to {MAX_LOGPROBS}, or {ALL_LOGPROBS} for all",
-            )
         modes = typing.get_args(LogprobsMode)
         need("logprobs_mode", self.logprobs_mode in modes, " or ".join(modes))
-        need("n", whole(self.n) and 1 <= self.n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
         need("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar")
         self._check_text(need)
-        self._check_search(need, whole, real)
+        self._check_search(need)
 
-    def _check_token_options(self, need: Any, whole: Any, real: Any) -> None:
+    def _check_token_options(self, need: Callable[[str, bool, str], None]) -> None:
         """The options that name tokens. Raises: InvalidRequest."""
 
         def need_at_most(field: str, number: int, most: int, what: str):
@@ -476,26 +485,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ):
             need(field, isinstance(getattr(self, field), bool), "true or false")
 
-    def _check_search(
-        self,
-        need: Callable[[str, bool, str], None],
-        whole: Callable[[Any], bool],
-        real: Callable[[Any], bool],
-    ) -> None:
-        """Checks the numbers of choices and beams, and of tokens in and out."""
-        most = self.truncate_prompt_tokens
-        need(
-            "truncate_prompt_tokens",
-            most is None or (whole(most) and (most == -1 or 1 <= most < 2**31)),
-            "-1, or 1 or more",
-        )
-        interval = self.stream_interval
-        need("stream_interval", whole(interval) and 1 <= interval < 2**31, "1 or more")
+    def _check_search(self, need: Callable[[str, bool, str], None]) -> None:
+        """Checks how choices are found."""
         need(
             "best_of",
             self.best_of is None or (whole(self.best_of) and self.n <= self.best_of <= MAX_CHOICES),
             f"n ({self.n}) to {MAX_CHOICES}",
         )
+        if self.max_tokens == 0:
+            need("use_beam_search", self.use_beam_search is not True, "false with max_tokens 0")
+            need("best_of", self.best_of in (None, self.n), "n with max_tokens 0")
         need("length_penalty", real(self.length_penalty), "a number")
         need(
             "early_stopping",
@@ -506,6 +505,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             for field, default in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, field) != default:
                     raise InvalidRequest(field, "is only allowed with use_beam_search")
+
+
+OPEN_FIELDS = {one.name for one in msgspec.structs.fields(SamplingParams) if one.default is None}
+"""Those that may be left open."""
 
 
 class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.config import ServerConfig
-from jaxserve.entry.client import Client
+from jaxserve.entry.client import Client, Until
 from jaxserve.entry.failures import UnsupportedParameter
 from jaxserve.entry.parsers.choose import (
     REASONING,
@@ -21,6 +21,7 @@ from jaxserve.entry.parsers.choose import (
     reasoning_format,
     tool_format,
 )
+from jaxserve.entry.parsers.json_text import JsonValue
 from jaxserve.entry.parsers.parser import (
     CallArguments,
     CallStart,
@@ -49,8 +50,11 @@ class ChatFormat:
         choice: ToolChoice,
         *,
         separates_reasoning: bool = True,
+        has_one_call: bool = False,
     ):
-        """Raises: InvalidRequest for tools that the model can't be told of, or can't be heard
+        """`has_one_call`: there is one call at the most (`parallel_tool_calls: false`).
+
+        Raises: InvalidRequest for tools that the model can't be told of, or can't be heard
         calling.
         """
         template = client.tokenizer.chat_template
@@ -59,6 +63,7 @@ class ChatFormat:
         self._tools = list(tools) if choice != "none" else []
         self._names = frozenset(tool["function"]["name"] for tool in self._tools)
         self._choice = choice
+        self._has_one_call = has_one_call
         self._tool_format = None
         if self._tools:
             self._tool_format = tool_format(settings.tool_call_parser, source)
@@ -105,8 +110,18 @@ class ChatFormat:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         if self._tools and self._choice != "auto":
             name = None if isinstance(self._choice, str) else self._choice[0]
-            params = constrain(params, grammar_for_tools(self._tools, name))
+            most = 1 if self._has_one_call else None
+            params = constrain(params, grammar_for_tools(self._tools, name, most))
         return params
+
+    def until(self, prompt: Sequence[int]) -> Callable[[], Until] | None:
+        """Makes what says of each choice's text after the prompt that no more of it is wanted; None
+        where all of it is.
+        """
+        if not self._has_one_call or not self._tools or self._choice != "auto":
+            return None  # where calls are required a grammar counts them
+        parser = self.parsers(prompt)
+        return lambda: FirstCall(parser())
 
     def parsers(self, prompt: Sequence[int]) -> Callable[[], TextParser]:
         """Makes the parser of each choice's text after the prompt."""
@@ -127,6 +142,24 @@ class ChatFormat:
         return make
 
 
+class FirstCall:
+    """Told a text piece by piece, says whether it has the whole of a call."""
+
+    def __init__(self, parser: TextParser):
+        self._parser = parser
+        self._arguments = JsonValue()
+
+    def __call__(self, text: str) -> bool:
+        for event in self._parser.push(text):
+            match event:
+                case CallArguments(0, text):
+                    if self._arguments.take(text)[1]:
+                        return True
+                case CallStart(index) if index:
+                    return True
+        return False
+
+
 def constrain(params: SamplingParams, schema: dict[str, Any]) -> SamplingParams:
     """`params` whose text is JSON of this schema. Raises: InvalidRequest beside another grammar."""
     if params.grammar is not None:
@@ -145,7 +178,7 @@ class Message:
         shows_reasoning: bool = True,
         has_one_call: bool = False,
     ):
-        """`has_one_call`: later ones are dropped (`parallel_tool_calls: false`)."""
+        """`has_one_call`: what a text has after its first call is dropped."""
         self._parser = parser
         self._id_of_call = id_of_call
         self._shows_reasoning = shows_reasoning

@@ -37,6 +37,7 @@ from jaxserve.entry.request_stream import (
     NoObserver,
     Observer,
     RequestStream,
+    Until,
     chosen_logprobs,
 )
 from jaxserve.entry.stop_patterns import compile_patterns
@@ -68,6 +69,7 @@ __all__ = [
     "Prompt",
     "RequestStream",
     "TextModel",
+    "Until",
     "load_text_model",
 ]
 
@@ -324,7 +326,7 @@ class Client:
             token_ids = check_token_ids("tokens", token_ids, self.info.vocab_size)
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
-    async def chat_prompt(self, conversation: Messages, **template: Any) -> list[int]:
+    async def chat_prompt(self, conversation: Messages, /, **template: Any) -> list[int]:
         """Token ids of a conversation by the model's chat template, with further variables for it.
 
         Raises: InvalidRequest for malformed messages and for a model that has no template.
@@ -367,10 +369,11 @@ class Client:
         queue: Literal["refuse", "wait"] = "refuse",
         default_max_tokens: int | None = None,
         pooling: Pooling | None = None,
+        until: Callable[[], Until] | None = None,
     ) -> RequestStream:
         """Checks a request and sends it. What the other verbs and the servers are made of.
 
-        `pooling`: an embedding is wanted, see `embed`.
+        `pooling`: an embedding is wanted, see `embed`. `until`: makes what ends each choice.
 
         `queue`: what to do when as many choices are in flight as may be. `default_max_tokens`: for
         params without max_tokens, unless the context has less room; None: all the room there is.
@@ -388,6 +391,7 @@ class Client:
             cache_salt=cache_salt,
             queue=queue,
             pooling=pooling,
+            until=until,
         )
 
     async def embed(
@@ -451,6 +455,7 @@ class Client:
         cache_salt: str = "",
         queue: Literal["refuse", "wait", "pass"] = "refuse",
         pooling: Pooling | None = None,
+        until: Callable[[], Until] | None = None,
     ) -> RequestStream:
         """`queue` "pass": goes in whatever is in flight, as a part of what is counted already."""
         token_ids, params, sampling = prepared
@@ -472,7 +477,9 @@ class Client:
             raise InvalidRequest("request_id", f"{request_id!r} is in flight already")
         observer = NoObserver() if queue == "pass" else self._observer
         stream = RequestStream(request_id, token_ids, params, arrival_s, self._break_off, observer)
-        echo = self.tokenizer.decode(token_ids) if params.echo else ""
+        echo = ""
+        if params.echo:
+            echo = self.tokenizer.decode(token_ids, params.skip_special_tokens)
         stops = StopAutomaton(params.stop) if params.stop else None
         patterns = compile_patterns(params.stop_regex)
         for index, wire_id in enumerate(wire_ids):
@@ -484,6 +491,7 @@ class Client:
                 detokenizer,
                 stop_token_ids=frozenset(sampling.stop_token_ids),
                 echo=echo,
+                until=until() if until is not None else None,
             )
             stream.choices.append(choice)
             self._choices[wire_id] = choice
@@ -704,7 +712,7 @@ class Client:
             return
         try:
             token_ids, text = choice.take(output)
-        except RequestFailed as error:
+        except InvalidRequest as error:
             self._fail(stream, error)
             return
         if choice.finish_reason is not None and output.finish_reason is None:

@@ -8,6 +8,7 @@ import numpy as np
 from fastapi import Request, Response
 from pydantic import Field
 
+from jaxserve.entry.body_fields import Body, Prompt, sampling_params
 from jaxserve.entry.client import EMBEDDING, embedding_of
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.http_io import (
@@ -19,7 +20,6 @@ from jaxserve.entry.http_io import (
     takes,
     while_connected,
 )
-from jaxserve.entry.openai_schema import Body, Prompt, sampling_params
 from jaxserve.types import InvalidRequest, SamplingParams
 
 
@@ -99,4 +99,4 @@ def add_routes(app: fastapi.FastAPI, front: Front) -> None:
             found = await while_connected(request.receive, embed(front, record, body))
             return json_response(found)
 
-        return await respond(request, record, work)
+        return await respond(record, work)

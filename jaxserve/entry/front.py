@@ -8,9 +8,10 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
-from jaxserve.entry.client import Client, Prompt, RequestStream
+from jaxserve.entry.client import Client, Prompt, RequestStream, Until
 from jaxserve.entry.failures import Failure, RequestAborted, describe
 from jaxserve.types import (
     EngineDead,
@@ -55,6 +56,7 @@ class Record:
         default_max_tokens: int | None,
         priority: int = 0,
         pooling: Pooling | None = None,
+        until: Callable[[], Until] | None = None,
     ) -> RequestStream:
         """Sends one of the request's prompts to the engine. Raises: what `Client.open` raises."""
         number = len(self.streams)
@@ -66,6 +68,7 @@ class Record:
             priority=priority,
             default_max_tokens=default_max_tokens,
             pooling=pooling,
+            until=until,
         )
         self.streams.append(stream)
         return stream

@@ -4,16 +4,16 @@ An endpoint is one function in `make_app`. Every error has OpenAI's body. A clie
 ends its request, whether it streams or not. Imports no jax.
 """
 
-from typing import Any
+import functools
 
 import fastapi
-import pydantic.json_schema
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from jaxserve.config import ServerConfig
-from jaxserve.entry import batches, embeddings, responses, sglang
+from jaxserve.entry import batches, embeddings, openapi, responses, sglang
+from jaxserve.entry import openai_answers as answers
 from jaxserve.entry import openai_schema as schema
 from jaxserve.entry.chat_format import ChatFormat, Message
 from jaxserve.entry.failures import HttpFailure, describe
@@ -32,17 +32,6 @@ from jaxserve.entry.http_io import (
 from jaxserve.metrics import CONTENT_TYPE, Metrics
 from jaxserve.types import EngineDead, InvalidRequest, QueueFull, RequestFailed
 
-BODIES = (
-    schema.CompletionRequest,
-    schema.ChatRequest,
-    schema.TokenizeRequest,
-    schema.DetokenizeRequest,
-    embeddings.EmbeddingRequest,
-    responses.ResponsesRequest,
-    batches.BatchRequest,
-    *sglang.BODIES,
-)
-
 KNOWN_ERRORS = (InvalidRequest, QueueFull, EngineDead, RequestFailed, HttpFailure, Exception)
 """What an endpoint may raise; starlette logs and re-raises the last, which is nobody's known
 mistake.
@@ -52,7 +41,7 @@ mistake.
 def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
     """The whole HTTP application, as an ASGI callable."""
     app = fastapi.FastAPI(title="jaxserve", docs_url=None, redoc_url=None)
-    app.openapi = lambda: _openapi(app)
+    app.openapi = functools.cache(lambda: openapi.describe(app, front))
 
     @app.post("/v1/completions", openapi_extra=takes(schema.CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -61,8 +50,17 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
         async def prepare() -> CompletionJob:
             body = await read(request, schema.CompletionRequest)
             front.check_model(body.model)
-            reply = schema.Completion(record.request_id, front.model_name, record.created)
             params = body.sampling()
+            tokenizer = front.engine().model.tokenizer
+            reply = answers.Completion(
+                record.request_id,
+                front.model_name,
+                record.created,
+                echoed=tokenizer if body.echoes_logprobs else None,
+                hidden=tokenizer.special_token_ids
+                if tokenizer and params.skip_special_tokens
+                else (),
+            )
             most = front.engine().max_in_flight
             if len(body.prompt) > 1 and len(body.prompt) * params.n > most:
                 count = len(body.prompt) * params.n
@@ -84,13 +82,13 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        body = schema.model_body(front.model_name, front.info, front.started)
+        body = answers.model_body(front.model_name, front.info, front.started)
         return json_response({"object": "list", "data": [body]})
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         front.check_model(model)
-        return json_response(schema.model_body(front.model_name, front.info, front.started))
+        return json_response(answers.model_body(front.model_name, front.info, front.started))
 
     @app.get("/health")
     async def health() -> Response:
@@ -165,6 +163,7 @@ async def chat_job(
         body.template_tools(),
         body.chosen_tool(),
         separates_reasoning=body.separate_reasoning is not False,
+        has_one_call=body.parallel_tool_calls is False,
     )
     params = form.adjust(body.sampling())
     variables = {**body.template_variables(), **form.template}
@@ -179,20 +178,7 @@ async def chat_job(
             has_one_call=body.parallel_tool_calls is False,
         )
 
-    reply = schema.ChatCompletion(
+    reply = answers.ChatCompletion(
         record.request_id, front.model_name, record.created, bool(body.stream), message
     )
-    return CompletionJob(record, reply, body, params, [prompt])
-
-
-def _openapi(app: fastapi.FastAPI) -> dict[str, Any]:
-    """The API's description, with the bodies that the endpoints read themselves."""
-    if app.openapi_schema is None:
-        description = fastapi.FastAPI.openapi(app)
-        _, bodies = pydantic.json_schema.models_json_schema(
-            [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
-        )
-        components = description.setdefault("components", {}).setdefault("schemas", {})
-        components.update(bodies.get("$defs", {}))
-        app.openapi_schema = description
-    return app.openapi_schema
+    return CompletionJob(record, reply, body, params, [prompt], form.until(prompt))

@@ -13,9 +13,12 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.entry import openai_schema as schema
+from jaxserve.entry.body_fields import Body, parse
+from jaxserve.entry.client import Until
 from jaxserve.entry.failures import Failure, HttpFailure
 from jaxserve.entry.front import Front, Record
+from jaxserve.entry.openai_answers import Completion, usage_body
+from jaxserve.entry.openai_schema import SamplingBody
 from jaxserve.types import SamplingParams
 
 CLIENT_GONE = "499"
@@ -38,14 +41,14 @@ def begin(front: Front, request: Request, prefix: str, request_id: str | None = 
     return record
 
 
-def takes(kind: type[schema.Body]) -> dict[str, Any]:
+def takes(kind: type[Body]) -> dict[str, Any]:
     """What OpenAPI says of an endpoint that reads this body itself."""
     reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
     content = {"application/json": {"schema": reference}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-async def read[B: schema.Body](request: Request, kind: type[B]) -> B:
+async def read[B: Body](request: Request, kind: type[B]) -> B:
     """The request's body, checked.
 
     Raises: HttpFailure, InvalidRequest; ClientGone if it left while sending.
@@ -58,7 +61,7 @@ async def read[B: schema.Body](request: Request, kind: type[B]) -> B:
         body = await request.body()
     except ClientDisconnect:
         raise ClientGone from None
-    return schema.parse(kind, body)
+    return parse(kind, body)
 
 
 def json_response(body: Any, status: int = 200, headers: Any = None) -> Response:
@@ -128,16 +131,18 @@ class CompletionJob:
     def __init__(
         self,
         record: Record,
-        reply: schema.Completion,
-        body: schema.SamplingBody,
+        reply: Completion,
+        body: SamplingBody,
         params: SamplingParams,
         prompts: Sequence[str | list[int]],
+        until: Callable[[], Until] | None = None,
     ):
         self.record = record
         self.reply = reply
         self.body = body
         self._params = params
         self._prompts = prompts
+        self._until = until
         if body.include_usage:
             reply.envelope["usage"] = None
 
@@ -153,7 +158,11 @@ class CompletionJob:
         self.record.user = self.body.user
         for prompt in self._prompts:
             await self.record.open(
-                prompt, self._params, self.body.default_max_tokens, self.body.priority or 0
+                prompt,
+                self._params,
+                self.body.default_max_tokens,
+                self.body.priority or 0,
+                until=self._until,
             )
 
     async def whole(self) -> dict[str, Any]:
@@ -175,8 +184,9 @@ class CompletionJob:
                 record.note(len(delta.token_ids), delta.finish_reason)
                 num_told += len(delta.token_ids)
                 if self.body.continuous_usage:
-                    reply.envelope["usage"] = schema.usage_body(record.usage(num_told))
-                if chunks := reply.chunks(i * n + delta.index, delta):
+                    reply.envelope["usage"] = usage_body(record.usage(num_told))
+                prompt = record.streams[i].prompt_token_ids
+                if chunks := reply.chunks(i * n + delta.index, delta, prompt):
                     yield b"".join(event(chunk) for chunk in chunks)
         if self.body.include_usage:
             yield event(reply.usage_chunk(record.usage()))
@@ -191,35 +201,29 @@ async def answer(
     request: Request, record: Record, prepare: Callable[[], Awaitable[Job]]
 ) -> Response:
     """The response to a completion request, whole or streamed, or to what is wrong with it."""
-    opened = False
-    try:
+
+    async def work() -> Response:
         job = await prepare()
         if job.streams:
             await while_connected(request.receive, job.open())
-            opened = True
             return EventStream(job)
-        body = await while_connected(request.receive, job.whole())
-        record.end("200")
-        return json_response(body, headers=request_id_header(record))
-    except ClientGone:
-        record.end(CLIENT_GONE)
-        return Response(status_code=499)
-    except Exception as error:  # answered; `fail` logs faults of ours
-        return failure_response(record.fail(error), request_id_header(record))
-    finally:
-        if not opened:
-            await record.close()
-            record.end(CLIENT_GONE)  # cancelled, or it has ended already
+        return json_response(await while_connected(request.receive, job.whole()))
+
+    return await respond(record, work)
 
 
-async def respond(
-    request: Request, record: Record, work: Callable[[], Coroutine[Any, Any, Response]]
-) -> Response:
-    """The response that `work` makes, from reading the body on, or one to what is wrong with it."""
+async def respond(record: Record, work: Callable[[], Coroutine[Any, Any, Response]]) -> Response:
+    """The response that `work` makes, from reading the body on, or one to what is wrong with it.
+
+    The record ends with it, but for a stream's, which has only begun.
+    """
+    begun = False
     try:
         response = await work()
-        response.headers["x-request-id"] = record.request_id
-        record.end(str(response.status_code))
+        begun = isinstance(response, EventStream)
+        if not begun:
+            response.headers.update(request_id_header(record))
+            record.end(str(response.status_code))
         return response
     except ClientGone:
         record.end(CLIENT_GONE)
@@ -227,8 +231,9 @@ async def respond(
     except Exception as error:  # answered; `fail` logs faults of ours
         return failure_response(record.fail(error), request_id_header(record))
     finally:
-        await record.close()
-        record.end(CLIENT_GONE)  # cancelled, or it has ended already
+        if not begun:
+            await record.close()
+            record.end(CLIENT_GONE)  # cancelled, or it has ended already
 
 
 def request_id_header(record: Record) -> dict[str, str]:

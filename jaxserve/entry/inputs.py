@@ -82,7 +82,7 @@ def resolve_sampling(
         stop_token_ids |= {id for id in model.eos_token_ids if id < info.vocab_size}
     num_tokens = info.vocab_size if model.tokenizer is None else model.tokenizer.vocab_size
     return TokenSampling(
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),  # one is sampled, and dropped, where none is wanted
         min_tokens=params.min_tokens,
         temperature=float(first("temperature", 1.0)),
         top_k=top_k if 0 < top_k < info.vocab_size else 0,
@@ -148,10 +148,9 @@ def check_search(params: SamplingParams, num_ends: int) -> None:
     neutral: dict[str, tuple[Any, ...]] = {
         "temperature": (None, 0), "top_k": (None, 0, -1), "top_p": (None, 1), "min_p": (None, 0),
         "stop": ((),), "stop_regex": ((),), "typical_p": (None, 1), "grammar": (None,),
-        "repetition_penalty": (None, 1), "presence_penalty": (0,), "frequency_penalty": (0,),
-        "no_repeat_ngram_size": (None, 0), "logit_bias": ({},), "allowed_token_ids": (None,),
-        "bad_words": ((),), "prompt_logprobs": (None,), "token_ids_logprob": ((),),
-        "logprobs_mode": ("raw_logprobs",),
+        "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
+        "allowed_token_ids": (None,), "bad_words": ((),), "prompt_logprobs": (None,),
+        "token_ids_logprob": ((),), "logprobs_mode": ("raw_logprobs",),
     }  # fmt: skip
     for field, values in neutral.items():
         if getattr(params, field) not in values:

@@ -1,44 +1,40 @@
-"""OpenAI's wire format: request bodies with every field checked, and the bodies and chunks that
-answer them.
+"""OpenAI's request bodies, with every field checked; `openai_answers` has what answers them.
 
-A field is served, or has no effect whatever its value (`user`), or is refused by name unless its
-value asks for nothing (`presence_penalty: 0`). A field that isn't named here is an error too.
 Imports no jax.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import ConfigDict, FailFast, Field
-from pydantic_core import PydanticCustomError
+from pydantic import FailFast, Field
 
-from jaxserve.entry.chat_format import Message
-from jaxserve.entry.failures import HttpFailure, UnsupportedParameter
+from jaxserve.entry.body_fields import (
+    MAX_PROMPTS,
+    BadWords,
+    Body,
+    LogitBias,
+    Prompt,
+    Stop,
+    TokenIds,
+    only,
+    sampling_params,
+)
 from jaxserve.entry.search import is_search
 from jaxserve.entry.structured import grammar_of
 from jaxserve.types import (
     ALL_LOGPROBS,
     MAX_LOGPROBS,
-    Choice,
-    ChosenLogprob,
-    Delta,
-    EngineInfo,
     InvalidRequest,
     LogprobsMode,
-    RequestOutput,
     SamplingParams,
-    Usage,
 )
 
 COMPLETION_MAX_TOKENS = 16
 """Tokens of a completion that doesn't say how many; a chat answer goes on until the context is
 full.
 """
-MAX_PROMPTS = 1024
-"""Prompts of one /v1/completions, times its n."""
-MAX_ERRORS = 100
 STRUCTURED = (
     "response_format",
     "structured_outputs",
@@ -48,166 +44,66 @@ STRUCTURED = (
     "guided_grammar",
 )
 """Fields of which one may ask for structured output."""
-LEAST_LOGPROB = -9999.0
-"""What OpenAI writes for a token that can't be; JSON has no infinity."""
 
 
-# ---- the fields of a request
-
-
-def only(*allowed: Any) -> Any:
-    """The type of a field that is not supported: None and the `allowed` values, which ask for
-    nothing, pass.
-    """
-
-    def check(value: Any) -> Any:
-        for one in (None, *allowed):
-            if isinstance(value, bool) == isinstance(one, bool) and value == one:
-                return value
-        raise PydanticCustomError("unsupported_parameter", "is not supported by this server")
-
-    schema = {"description": "Not supported; a value that asks for nothing is accepted."}
-    return Annotated[
-        Any,
-        pydantic.PlainValidator(check),
-        pydantic.WithJsonSchema({**schema, "enum": [None, *allowed]}),
-    ]
-
-
-def check_prompt(value: Any) -> list[str] | list[list[int]]:
-    """One prompt or several, as text or token ids, as a list of prompts.
-
-    Raises: PydanticCustomError naming the first item that doesn't fit.
-    """
-
-    def fail(where: str, item: Any, allowed: str) -> PydanticCustomError:
-        return PydanticCustomError(
-            "prompt_type",
-            "{where}is {kind}; allowed: {allowed}",
-            {"where": where, "kind": _kind(item), "allowed": allowed},
-        )
-
-    def check_ids(ids: list[Any], where: str) -> None:
-        for i, token in enumerate(ids):
-            if type(token) is not int:
-                raise fail(f"{where}item {i} ", token, "token ids")
-            if token < 0:
-                raise PydanticCustomError(
-                    "prompt_type",
-                    "{where}item {i} is negative; allowed: token ids",
-                    {"where": where, "i": i},
-                )
-
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise fail("", value, "a string, token ids, or a list of either")
-    if not value:
-        raise PydanticCustomError("prompt_empty", "is empty; allowed: at least one token or prompt")
-    if isinstance(value[0], str):
-        for i, item in enumerate(value):
-            if not isinstance(item, str):
-                raise fail(f"item {i} ", item, "a string, like the first item")
-    elif isinstance(value[0], list):
-        for i, item in enumerate(value):
-            if not isinstance(item, list):
-                raise fail(f"item {i} ", item, "a list of token ids, like the first item")
-            check_ids(item, f"item {i}, ")
-    else:
-        check_ids(value, "")
-        return [value]
-    if len(value) > MAX_PROMPTS:
-        raise PydanticCustomError(
-            "prompt_count",
-            "has {count} prompts; allowed: at most {most}",
-            {"count": len(value), "most": MAX_PROMPTS},
-        )
-    return value
-
-
-def _kind(value: Any) -> str:
-    names = {
-        type(None): "null",
-        bool: "a boolean",
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "an object",
+def _object(required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    """A JSON schema."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
     }
-    return names.get(type(value), type(value).__name__)
 
 
-Prompt = Annotated[
-    Any,
-    pydantic.PlainValidator(check_prompt),
-    pydantic.WithJsonSchema(
-        {
-            "description": "One prompt or several, each as text or as token ids.",
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                },
-            ],
-        }
-    ),
-]
-
-
-def check_stop(value: Any) -> tuple[str, ...]:
-    """Stop strings as a tuple; None is none."""
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    raise PydanticCustomError("stop_type", "is neither a string nor a list of strings")
-
-
-Stop = Annotated[
-    Any,
-    pydantic.PlainValidator(check_stop),
+JSON_SCHEMA = {"type": ["object", "boolean"]}
+TEXT = {"type": "string"}
+STRUCTURES = {
+    "structures": {
+        "type": "array",
+        "minItems": 1,
+        "items": _object(["begin"], begin=TEXT, schema=JSON_SCHEMA, end=TEXT),
+    },
+    "triggers": {"type": "array", "minItems": 1, "items": {**TEXT, "minLength": 1}},
+}
+# Named with `type`: before Python 3.12.2 what is annotated with a dict can't stand in a union.
+type ResponseFormat = Annotated[
+    dict[str, Any],
     pydantic.WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "null"},
+                _object(["type"], type={"enum": ["text", "json_object"]}),
+                _object(
+                    ["type", "json_schema"],
+                    type={"const": "json_schema"},
+                    json_schema=_object(
+                        ["schema"],
+                        name=TEXT,
+                        description=TEXT,
+                        schema=JSON_SCHEMA,
+                        strict={"type": "boolean"},
+                    ),
+                ),
+                _object(["type", *STRUCTURES], type={"const": "structural_tag"}, **STRUCTURES),
             ]
         }
     ),
 ]
-
-
-# Named with `type`: before Python 3.12.2 `Annotated[..., FailFast()]` can't stand in a union.
-type TokenIds = Annotated[list[int], FailFast()]
-type Texts = Annotated[list[str], FailFast()]
-type BadWords = Annotated[list[str | TokenIds], FailFast()]
-
-
-def check_biases(value: Any) -> Any:
-    """Token ids as numbers: JSON has only strings for keys."""
-    if not isinstance(value, dict):
-        return value
-    try:
-        return {int(token_id): bias for token_id, bias in value.items()}
-    except ValueError:
-        raise PydanticCustomError("logit_bias_key", "has a key that is no token id") from None
-
-
-LogitBias = Annotated[dict[int, float], pydantic.BeforeValidator(check_biases)]
-
-
-class Body(pydantic.BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
-    )
+type StructuredOutputs = Annotated[
+    dict[str, Any],
+    pydantic.WithJsonSchema(
+        {
+            "anyOf": [
+                _object(["json"], json=JSON_SCHEMA),
+                _object(["regex"], regex=TEXT),
+                _object(["choice"], choice={"type": "array", "minItems": 1, "items": TEXT}),
+                _object(["grammar"], grammar=TEXT),
+                _object(["json_object"], json_object={"const": True}),
+                _object(["structural_tag"], structural_tag=_object([*STRUCTURES], **STRUCTURES)),
+            ]
+        }
+    ),
+]
 
 
 class StreamOptions(Body):
@@ -267,10 +163,10 @@ class SamplingBody(Body):
         None, description="Whether of the model's own distribution, or of what is sampled from."
     )
     # Structured output; one of these at the most. `structured` reads them.
-    response_format: dict[str, Any] | None = Field(
+    response_format: ResponseFormat | None = Field(
         None, description="type: text, json_object, json_schema or structural_tag."
     )
-    structured_outputs: dict[str, Any] | None = Field(
+    structured_outputs: StructuredOutputs | None = Field(
         None,
         description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag.",
     )
@@ -316,7 +212,11 @@ class SamplingBody(Body):
         return bool(options and options.include_usage and options.continuous_usage_stats)
 
     def _sampling(
-        self, max_tokens: int | None, logprobs: int | None, **more: Any
+        self,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        **more: Any,
     ) -> SamplingParams:
         if self.stream_options is not None:
             if not self.stream:
@@ -347,7 +247,7 @@ class SamplingBody(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             token_ids_logprob=self.token_ids_logprob,
             logprobs_mode=self.logprobs_mode,
             n=self.n,
@@ -371,14 +271,6 @@ TEXT_FIELDS = (
 """Of a body and of SamplingParams: what concerns text and choices, not the device."""
 
 
-def sampling_params(**given: Any) -> SamplingParams:
-    """SamplingParams of the fields that a client set; one that is None takes its default.
-
-    Raises: InvalidRequest naming the field.
-    """
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
-
-
 class CompletionRequest(SamplingBody):
     default_max_tokens: ClassVar[int | None] = COMPLETION_MAX_TOKENS
 
@@ -387,14 +279,28 @@ class CompletionRequest(SamplingBody):
         None,
         description=f"Likeliest tokens to report, 0 to {MAX_LOGPROBS}; {ALL_LOGPROBS}: all.",
     )
-    echo: bool | None = Field(None, description="Begin the text with the prompt.")
+    echo: bool | None = Field(
+        None, description="Begin the text with the prompt, and its log-probabilities."
+    )
     suffix: only("") = None  # pyright: ignore[reportInvalidTypeForm]
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
 
     def sampling(self) -> SamplingParams:
         """Raises InvalidRequest naming the field."""
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo", "can't be given with logprobs")
-        params = self._sampling(self.max_tokens, self.logprobs, echo=self.echo)
+        prompt_logprobs = self.prompt_logprobs
+        if self.echoes_logprobs:
+            if prompt_logprobs not in (None, self.logprobs):
+                raise InvalidRequest(
+                    "prompt_logprobs", "differs from logprobs, which with echo are the prompt's too"
+                )
+            if self.stream and (self.n or 1) > 1:
+                # The first choice scores the prompt; the others may be told before that is known.
+                raise InvalidRequest("n", f"is {self.n}; allowed with stream, echo, logprobs: 1")
+            prompt_logprobs = self.logprobs
+        params = self._sampling(self.max_tokens, self.logprobs, prompt_logprobs, echo=self.echo)
         if len(self.prompt) * params.n > MAX_PROMPTS:
             raise InvalidRequest(
                 "n", f"is {params.n} for {len(self.prompt)} prompts; allowed: {MAX_PROMPTS} in all"
@@ -498,7 +404,7 @@ def template_call(call: ToolCall, where: str) -> dict[str, Any]:
     """A call with its arguments as an object, which is what templates write as JSON."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidRequest(f"{where}.function.arguments", "is not JSON") from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -517,7 +423,7 @@ class ChatRequest(SamplingBody):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(
-        None, description="false: at most one call; no effect without tools."
+        None, description="false: the answer ends with its first call; no effect without tools."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further variables for the model's chat template."
@@ -560,7 +466,8 @@ class ChatRequest(SamplingBody):
                 f"is {self.top_logprobs}; allowed: 0 to {most}, or {ALL_LOGPROBS} for all",
             )
         try:
-            return self._sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+            logprobs = (self.top_logprobs or 0) if self.logprobs else None
+            return self._sampling(max_tokens, logprobs, self.prompt_logprobs)
         except InvalidRequest as error:
             if error.field == "max_tokens" and self.max_tokens is None:
                 raise InvalidRequest("max_completion_tokens", error.message) from None
@@ -575,7 +482,7 @@ class ChatRequest(SamplingBody):
     def template_variables(self) -> dict[str, Any]:
         """Raises: InvalidRequest for one that is not the client's to set."""
         variables = self.chat_template_kwargs or {}
-        for name in ("messages", "tools", "documents", "add_generation_prompt"):
+        for name in ("messages", "tools", "documents", "add_generation_prompt", "self"):
             if name in variables:
                 raise InvalidRequest("chat_template_kwargs", f"has {name!r}, which is set already")
         return variables
@@ -615,287 +522,3 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
-
-
-def parse[B: Body](kind: type[B], body: bytes) -> B:
-    """The request in `body`.
-
-    Raises: HttpFailure for what is no JSON object; InvalidRequest or UnsupportedParameter naming
-    the first wrong field.
-    """
-    try:
-        return kind.model_validate_json(body)
-    except pydantic.ValidationError as error:
-        if error.error_count() > MAX_ERRORS:  # listing a million errors takes seconds
-            raise HttpFailure(400, f"{error.error_count()} fields are wrong or unknown") from None
-        errors = error.errors(include_url=False, include_context=False, include_input=False)
-        # The deepest: where a value may be one of two types, the one that fitted best says why it
-        # didn't fit.
-        first = max(errors, key=lambda e: len(e["loc"]))
-    location = _location(first["loc"])
-    message = first["msg"]
-    if first["type"] == "json_invalid":
-        raise HttpFailure(400, f"the body is not JSON: {message}", "invalid_json")
-    if not location:
-        raise HttpFailure(400, f"the body is not a JSON object: {message}", "invalid_json")
-    if first["type"] == "unsupported_parameter":
-        raise UnsupportedParameter(location, message)
-    if first["type"] == "extra_forbidden":
-        raise InvalidRequest(location, "is not a parameter of this endpoint")
-    raise InvalidRequest(location, message)
-
-
-def _location(parts: Sequence[int | str]) -> str:
-    """`messages[0].content` of ("messages", 0, "content"); names of union members are left out."""
-    text = ""
-    for i, part in enumerate(parts):
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif part[:1].isupper() and i < len(parts) - 1:
-            pass  # a model's name
-        elif part not in ("str", "list[TextPart]") and "[" not in part:
-            text += f".{part}" if text else part
-    return text
-
-
-# ---- what answers
-
-
-def usage_body(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
-def add_usage(usages: Sequence[Usage]) -> Usage:
-    return Usage(
-        prompt_tokens=sum(u.prompt_tokens for u in usages),
-        completion_tokens=sum(u.completion_tokens for u in usages),
-        cached_tokens=sum(u.cached_tokens for u in usages),
-    )
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
-
-
-def _named_logprobs(token: ChosenLogprob) -> dict[int, float]:
-    """{token id: logprob} of token_ids_logprob."""
-    return {token_id: _finite(logprob) for _, token_id, logprob in token.named}
-
-
-def prompt_logprobs_body(
-    tokens: Sequence[ChosenLogprob | None] | None,
-) -> list[dict[int, dict[str, Any]] | None] | None:
-    """vLLM's form: at each token of the prompt {token id: its log-probability and text}."""
-    if tokens is None:
-        return None
-
-    def entry(text: str, logprob: float) -> dict[str, Any]:
-        return {"logprob": _finite(logprob), "decoded_token": text}
-
-    return [
-        t
-        and {
-            **{i: entry(text, logprob) for text, i, logprob in [*t.named, *t.top]},
-            t.token_id: entry(t.token, t.logprob),
-        }
-        for t in tokens
-    ]
-
-
-def _prompt_logprobs(output: RequestOutput) -> dict[str, Any]:
-    if output.prompt_logprobs is None:
-        return {}
-    return {"prompt_logprobs": prompt_logprobs_body(output.prompt_logprobs)}
-
-
-def completion_logprobs(
-    tokens: Sequence[ChosenLogprob] | None, offset: int = 0
-) -> dict[str, Any] | None:
-    """The older form, of /v1/completions; `offset` is the characters of the tokens before these."""
-    if tokens is None:
-        return None
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.token)
-    named = any(t.named for t in tokens)
-    return {
-        **({"token_ids_logprob": [_named_logprobs(t) for t in tokens]} if named else {}),
-        "tokens": [t.token for t in tokens],
-        "token_logprobs": [_finite(t.logprob) for t in tokens],
-        "top_logprobs": [
-            {text: _finite(logprob) for text, _, logprob in reversed(t.top)} or None for t in tokens
-        ],
-        "text_offset": offsets,
-    }
-
-
-def chat_logprobs(tokens: Sequence[ChosenLogprob] | None) -> dict[str, Any] | None:
-    if tokens is None:
-        return None
-
-    def entry(text: str, logprob: float) -> dict[str, Any]:
-        # A token that holds part of a character has no text whose bytes would be its own.
-        whole = "�" not in text
-        return {
-            "token": text,
-            "logprob": _finite(logprob),
-            "bytes": list(text.encode()) if whole else None,
-        }
-
-    return {
-        "content": [
-            {
-                **entry(t.token, t.logprob),
-                **({"token_ids_logprob": _named_logprobs(t)} if t.named else {}),
-                "top_logprobs": [entry(text, logprob) for text, _, logprob in t.top],
-            }
-            for t in tokens
-        ],
-        "refusal": None,
-    }
-
-
-class Completion:
-    """The bodies and chunks that answer one /v1/completions."""
-
-    kind = "text_completion"
-
-    def __init__(self, id: str, model: str, created: int):
-        self.envelope = {"id": id, "object": self.kind, "created": created, "model": model}
-        self._offsets: dict[int, int] = {}
-
-    def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The whole answer; the choices of prompt i come after those of prompt i - 1."""
-        choices = [self._choice(choice, output) for output in outputs for choice in output.choices]
-        return {
-            **self.envelope,
-            "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
-            "usage": usage_body(add_usage([output.usage for output in outputs])),
-        }
-
-    def _choice(self, choice: Choice, output: RequestOutput) -> dict[str, Any]:
-        """A choice but for its index."""
-        return {
-            "text": choice.text,
-            "logprobs": completion_logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            **_prompt_logprobs(output),
-        }
-
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """What is streamed for a delta of choice `index`."""
-        logprobs = completion_logprobs(delta.logprobs, self._offsets.get(index, 0))
-        if delta.logprobs:
-            characters = sum(len(t.token) for t in delta.logprobs)
-            self._offsets[index] = self._offsets.get(index, 0) + characters
-        choice = {
-            "index": index,
-            "text": delta.text,
-            "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-        return [{**self.envelope, "choices": [choice]}]
-
-    def first_chunks(self, num_choices: int) -> list[dict[str, Any]]:
-        """What is streamed before any text."""
-        return []
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The last chunk, when usage was asked for."""
-        return {**self.envelope, "choices": [], "usage": usage_body(usage)}
-
-
-class ChatCompletion(Completion):
-    """The bodies and chunks that answer one /v1/chat/completions."""
-
-    kind = "chat.completion"
-
-    def __init__(
-        self,
-        id: str,
-        model: str,
-        created: int,
-        stream: bool,
-        message: Callable[[], Message],
-    ):
-        """`message`: makes what each choice's text becomes."""
-        super().__init__(id, model, created)
-        if stream:
-            self.envelope["object"] = "chat.completion.chunk"
-        self._message = message
-        self._messages: dict[int, Message] = {}
-
-    def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return {**super().body(outputs), **_prompt_logprobs(outputs[0])}
-
-    def _choice(self, choice: Choice, output: RequestOutput) -> dict[str, Any]:
-        message = self._message()
-        message.push(choice.text)
-        message.finish()
-        return {
-            "message": message.body(),
-            "logprobs": chat_logprobs(choice.logprobs),
-            "finish_reason": _finish_reason(choice.finish_reason, message),
-            "stop_reason": choice.stop_reason,
-        }
-
-    def first_chunks(self, num_choices: int) -> list[dict[str, Any]]:
-        return [
-            self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
-            for index in range(num_choices)
-        ]
-
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        message = self._messages.setdefault(index, self._message())
-        events = message.push(delta.text)
-        if delta.finish_reason is not None:
-            events += message.finish()
-        deltas = [message.delta(event) for event in events]
-        if delta.logprobs and not deltas:
-            deltas.append({"content": ""})
-        logprobs = [chat_logprobs(delta.logprobs), *[None] * len(deltas)]
-        chunks = [self._chunk(index, each, logprobs[i]) for i, each in enumerate(deltas)]
-        if delta.finish_reason is not None:
-            reason = _finish_reason(delta.finish_reason, message)
-            more = {"stop_reason": delta.stop_reason}
-            chunks.append(self._chunk(index, {}, None, reason, more))
-        return chunks
-
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-        more: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-            **(more or {}),
-        }
-        return {**self.envelope, "choices": [choice]}
-
-
-def _finish_reason(reason: str, message: Message) -> str:
-    return "tool_calls" if reason == "stop" and message.calls else reason
-
-
-def model_body(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "jaxserve",
-        "max_model_len": info.max_model_len,
-    }

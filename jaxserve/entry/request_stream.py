@@ -23,6 +23,10 @@ MAX_UNREAD = 256
 """Deltas of a request that wait for its reader one by one."""
 
 
+Until = Callable[[str], bool]
+"""Told a text piece by piece, says when no more of it is wanted."""
+
+
 class Observer(Protocol):
     """Told about each request, for metrics. Calls come from the client's loop; be quick."""
 
@@ -81,6 +85,7 @@ class ChoiceState:
         *,
         stop_token_ids: frozenset[int] = frozenset(),
         echo: str = "",
+        until: Until | None = None,
     ):
         """`stop_token_ids`: that end it in the engine, the model's own ones included. `echo`: what
         the text begins with, before anything is generated."""
@@ -93,6 +98,7 @@ class ChoiceState:
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
         self._echo = echo
+        self._until = until
         self.group = Backlog()
         """What waits to be streamed until it is `stream_interval` tokens."""
         self.is_streamed = False
@@ -112,6 +118,9 @@ class ChoiceState:
         if not self.token_ids:
             self.num_cached_tokens = output.num_cached_tokens
         self.embedding = output.embedding
+        if self.stream.params.max_tokens == 0:
+            self.finish_reason = "length"
+            return [], self._add("")
         token_ids, text = output.token_ids, ""
         self.finish_reason = output.finish_reason
         # A stop token counts as generated, but is no text. A grammar may end a text without one.
@@ -130,6 +139,8 @@ class ChoiceState:
                 self.stop_reason = self.detokenizer.stop_reason
             elif output.finish_reason is not None:
                 text += self.detokenizer.finish()
+        if self._until is not None and self._until(text) and self.finish_reason is None:
+            self.finish_reason = "stop"
         self.token_ids += token_ids
         return token_ids, self._add(text)
 

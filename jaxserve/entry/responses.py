@@ -8,7 +8,7 @@ import asyncio
 import collections
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any, Literal
 
 import fastapi
@@ -17,11 +17,12 @@ from pydantic import FailFast, Field
 
 from jaxserve.config import ServerConfig
 from jaxserve.entry import openai_schema as schema
+from jaxserve.entry.body_fields import Body, Stop, only, sampling_params
 from jaxserve.entry.chat_format import ChatFormat, Message
+from jaxserve.entry.client import Until
 from jaxserve.entry.failures import Failure, HttpFailure
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.http_io import answer, begin, encode, json_response, read, takes
-from jaxserve.entry.openai_schema import Body, only
 from jaxserve.entry.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
 from jaxserve.types import Grammar, InvalidRequest, SamplingParams, Usage
 
@@ -111,7 +112,7 @@ class ResponsesRequest(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: schema.Stop = ()
+    stop: Stop = ()
     include: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
     text: Text | None = Field(None, description="What the answer's text must look like.")
     reasoning: only({}) = None  # pyright: ignore[reportInvalidTypeForm]
@@ -130,7 +131,7 @@ class ResponsesRequest(Body):
         """Raises: InvalidRequest naming the field."""
         fields = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
         try:
-            return schema.sampling_params(
+            return sampling_params(
                 max_tokens=self.max_output_tokens,
                 grammar=self.grammar(),
                 **{name: getattr(self, name) for name in fields},
@@ -391,6 +392,7 @@ class ResponseJob:
         items: Items,
         stored: Stored,
         store: Store,
+        until: Callable[[], Until] | None,
     ):
         self.record = record
         self.stored = stored
@@ -399,6 +401,7 @@ class ResponseJob:
         self._prompt = prompt
         self._items = items
         self._store = store
+        self._until = until
         self._number = 0
 
     @property
@@ -407,7 +410,7 @@ class ResponseJob:
 
     async def open(self) -> None:
         self.record.user = self._body.user
-        await self.record.open(self._prompt, self._params, None)
+        await self.record.open(self._prompt, self._params, None, until=self._until)
         if self._body.store is not False:
             self._store.add(self.stored)
 
@@ -458,8 +461,11 @@ class ResponseJob:
             stored.body["incomplete_details"] = {"reason": "max_output_tokens"}
         stored.body["output"] = self._items.output
         stored.body["usage"] = _usage(usage, num_thought)
-        items = [InputItem(**_as_input(item)) for item in self._items.output]
-        answered = [_message(item, "output") for item in items]
+        answered: list[dict[str, Any]] = []
+        for item in self._items.output:
+            # A call that was cut short, or is no JSON, is nothing that a template could write.
+            with contextlib.suppress(InvalidRequest):
+                answered.append(_message(InputItem(**_as_input(item)), "output"))
         stored.conversation = merge_assistant([*stored.conversation, *answered])
 
     def fail(self, failure: Failure) -> None:
@@ -549,7 +555,9 @@ def add_routes(app: fastapi.FastAPI, front: Front, settings: ServerConfig) -> No
             other = "stream true" if body.stream else "store false"
             raise InvalidRequest("background", f"can't be had with {other}")
         engine = front.engine()
-        form = ChatFormat(engine, settings, body.chat_tools(), body.chosen_tool())
+        has_one_call = body.parallel_tool_calls is False
+        tools, choice = body.chat_tools(), body.chosen_tool()
+        form = ChatFormat(engine, settings, tools, choice, has_one_call=has_one_call)
         params = form.adjust(body.sampling())
         conversation = body.messages()
         if body.previous_response_id is not None:
@@ -559,14 +567,11 @@ def add_routes(app: fastapi.FastAPI, front: Front, settings: ServerConfig) -> No
             conversation = merge_assistant([*before.conversation, *conversation])
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         prompt = await engine.chat_prompt([*system, *conversation], **form.template)
-        message = Message(
-            form.parsers(prompt)(),
-            form.id_of_call,
-            has_one_call=body.parallel_tool_calls is False,
-        )
+        message = Message(form.parsers(prompt)(), form.id_of_call, has_one_call=has_one_call)
         stored = Stored(_new_body(body, front.model_name, record), conversation)
         stored.record = record
-        return ResponseJob(record, body, params, prompt, Items(message), stored, store)
+        until = form.until(prompt)
+        return ResponseJob(record, body, params, prompt, Items(message), stored, store, until)
 
     @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
     async def create(request: Request) -> Response:

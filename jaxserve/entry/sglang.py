@@ -17,6 +17,17 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from jaxserve import __version__
+from jaxserve.entry.body_fields import (
+    TOKEN_IDS,
+    Body,
+    LogitBias,
+    Stop,
+    Texts,
+    TokenIds,
+    check_prompt,
+    only,
+    sampling_params,
+)
 from jaxserve.entry.failures import Failure
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.http_io import (
@@ -31,17 +42,7 @@ from jaxserve.entry.http_io import (
     takes,
     while_connected,
 )
-from jaxserve.entry.openai_schema import (
-    LEAST_LOGPROB,
-    Body,
-    LogitBias,
-    Stop,
-    Texts,
-    TokenIds,
-    check_prompt,
-    only,
-    sampling_params,
-)
+from jaxserve.entry.openai_answers import LEAST_LOGPROB
 from jaxserve.entry.request_stream import RequestStream
 from jaxserve.entry.structured import SGLANG_PARAMETERS, grammar_of
 from jaxserve.types import (
@@ -55,6 +56,9 @@ from jaxserve.types import (
 
 DEFAULT_MAX_NEW_TOKENS = 128
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
+INPUT_IDS = {
+    "anyOf": [TOKEN_IDS, {"type": "array", "items": TOKEN_IDS, "minItems": 1}, {"type": "null"}]
+}
 NAMES = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -128,7 +132,7 @@ class GenerateRequest(Body):
     """The body of /generate."""
 
     text: str | Texts | None = None
-    input_ids: Annotated[Any, pydantic.WithJsonSchema({"type": "array"})] = None
+    input_ids: Annotated[Any, pydantic.WithJsonSchema(INPUT_IDS)] = None
     sampling_params: SglangSampling | list[SglangSampling] | None = None
     stream: bool | None = None
     rid: str | None = Field(None, description="Name that /abort_request knows it by.")
@@ -534,4 +538,4 @@ def add_routes(app: fastapi.FastAPI, front: Front) -> None:
             found = await while_connected(request.receive, score(front, record, body))
             return json_response(found)
 
-        return await respond(request, record, work)
+        return await respond(record, work)

@@ -109,3 +109,25 @@ async def test_scores_and_prompt_logprobs_are_those_of_the_python_api(http, tiny
     assert [entry[0] for entry in rest] == pytest.approx(wanted, abs=1e-4)
     [named] = meta["output_token_ids_logprobs"]
     assert [math.exp(entry[0]) for entry in named] == pytest.approx(expected[0], rel=1e-4)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_text_is_scored_without_a_token_generated(http):
+    """By OpenAI's completions with echo, and by /generate with no new tokens."""
+    body = {"prompt": FIRST, "echo": True, "logprobs": 3, "max_tokens": 0}
+    answer = (await http.post("/v1/completions", json=body)).json()
+    [choice] = answer["choices"]
+    assert (choice["text"], answer["usage"]["completion_tokens"]) == (FIRST, 0)
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == FIRST
+    best = [max(top.values()) for top in logprobs["top_logprobs"][1:]]
+    assert all(a >= b for a, b in zip(best, logprobs["token_logprobs"][1:], strict=True))
+    body = {
+        "text": FIRST, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True,
+        "logprob_start_len": 0,
+    }  # fmt: skip
+    answer = (await http.post("/generate", json=body)).json()
+    assert (answer["text"], answer["output_ids"]) == ("", [])
+    scored = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]]
+    assert scored[0] is None
+    assert scored[1:] == pytest.approx(logprobs["token_logprobs"][1:], abs=1e-5)

@@ -1,13 +1,15 @@
 """Files and batches by OpenAI's client unchanged."""
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from server_fakes import REPLY, serving
+from server_fakes import REPLY, FakeEngine, serving
 from test_http import check_error
 
 from jaxserve.entry import batches
@@ -173,3 +175,74 @@ async def test_a_fault_inside_fails_the_batch_and_is_logged(client, monkeypatch,
     [record] = [r for r in caplog.records if r.name == "jaxserve.batches"]
     assert batch.id in record.message
     assert "out of order" in str(record.exc_info[1])
+
+
+async def test_batches_outlive_the_server_and_those_that_ran_have_failed(tmp_path):
+    folder = tmp_path / "files"
+    two = lines({"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 250})
+
+    async def begin(client: openai.AsyncOpenAI, content: bytes) -> Any:
+        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        return await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(**options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+        async with serving(files_dir=str(folder), max_files_bytes=100_000, **options) as served:
+            url = f"{served.url}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                yield client
+
+    def slow(engine: FakeEngine) -> None:
+        engine.step_s = 0.02
+
+    async with running(set_up=slow, grace_s=0.0) as client:
+        done = await ended(client, (await begin(client, two.splitlines()[0])).id)
+        left = await begin(client, two)
+        async with asyncio.timeout(3):
+            while (await client.batches.retrieve(left.id)).request_counts.completed < 1:
+                await asyncio.sleep(0.01)
+    async with running() as client:
+        assert {b.id for b in (await client.batches.list()).data} == {left.id, done.id}
+        assert await client.batches.retrieve(done.id) == done
+        assert "r0" in (await client.files.content(done.output_file_id)).text
+        left = await client.batches.retrieve(left.id)
+        assert left.status == "failed"
+        assert left.errors.data[0].message == batches.SERVER_ENDED
+        counts = left.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (2, 1, 0)
+        assert "r0" in (await client.files.content(left.output_file_id)).text
+        # One whose server was killed says nothing of its answers.
+        path = folder / f"{done.id}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "status": "in_progress"}))
+    async with running() as client:
+        assert (await client.batches.retrieve(done.id)).status == "failed"
+
+
+async def test_lines_wait_while_the_engine_starts_anew(tmp_path):
+    async with serving(
+        files_dir=str(tmp_path), restart_engine=True, set_up=lambda e: setattr(e, "step_s", 0.01)
+    ) as served:
+        url = f"{served.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            content = lines(*[{"prompt": "a", "max_tokens": 30}] * 4)
+            file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            async with asyncio.timeout(3):
+                while not served.engine.running:
+                    await asyncio.sleep(0.01)
+            served.engine.die()
+            batch = await ended(client, batch.id)
+            assert (batch.status, batch.request_counts.completed) == ("completed", 4)
+            assert len(served.engines) == 2
+
+
+async def test_a_file_half_written_is_no_file(client, tmp_path):
+    (tmp_path / "files" / f"file-{'0' * 32}").write_bytes(b"half")
+    assert (await client.files.list()).data == []
+    for ask in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            await ask(f"file-{'0' * 32}")

@@ -85,8 +85,33 @@ async def test_parallel_calls_whole():
         text = byte_tokenizer().decode(list(prompt))
         assert text == "[get_weather][get_time]<user>Weather?\n<assistant>"
 
-        one = await client.chat.completions.create(**CHAT, parallel_tool_calls=False)
-        assert [c.function.name for c in one.choices[0].message.tool_calls] == ["get_weather"]
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_parallel_calls_the_answer_ends_with_its_first(stream):
+    first = REPLY[: REPLY.index("}}") + 1]  # the end of its arguments
+    async with talking() as (served, client):
+        chat: Any = {**CHAT, "parallel_tool_calls": False, "n": 2}
+        if stream:
+            async with client.chat.completions.stream(**chat) as events:
+                answer = await events.get_final_completion()
+        else:
+            answer = await client.chat.completions.create(**chat)
+            assert answer.usage.completion_tokens == 2 * len(first.encode())
+        for choice in answer.choices:
+            assert choice.finish_reason == "tool_calls"
+            [call] = choice.message.tool_calls
+            assert json.loads(call.function.arguments) == {"city": "Köln", "days": 2}
+        await served.idle()
+        assert len(served.engine.aborted) == 2
+        answer = await client.chat.completions.create(**chat, tool_choice="required")
+        schema = json.loads(served.engine.requests[-1].sampling.grammar.text)
+        assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        answer = await client.responses.create(
+            model="tiny", input="Weather?", tools=tools, parallel_tool_calls=False
+        )
+        assert [item.type for item in answer.output] == ["message", "function_call"]
+        assert answer.usage.output_tokens == len(first.encode())
 
 
 async def test_streamed_deltas_make_the_same():

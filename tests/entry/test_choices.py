@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import re
 
 import pytest
@@ -19,7 +20,6 @@ from jaxserve.types import (
     EngineDead,
     Grammar,
     InvalidRequest,
-    RequestFailed,
     SamplingParams,
     TokenLogprobs,
     TokenOutput,
@@ -96,7 +96,7 @@ def test_patterns_that_cannot_be_are_refused_and_slow_ones_fail_their_request():
             compile_patterns([source])
     tokenizer = byte_tokenizer()
     slow = Detokenizer(tokenizer, [], None, patterns=(regex.compile(r"(a|a)+(a|a)+(a|aa)+$b"),))
-    with pytest.raises(RequestFailed, match="stop_regex"):
+    with pytest.raises(InvalidRequest, match="stop_regex"):
         slow.push(tokenizer.encode("a" * 5000, False))
 
 
@@ -213,8 +213,8 @@ async def test_best_of_with_logprobs_of_the_prompt_and_of_named_tokens(fake_engi
     "fields",
     [
         {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"typical_p": 0.5},
-        {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1},
-        {"no_repeat_ngram_size": 2}, {"logit_bias": {3: 1.0}}, {"allowed_token_ids": (3,)},
+        {"presence_penalty": 0.1}, {"frequency_penalty": 0.1},
+        {"logit_bias": {3: 1.0}}, {"allowed_token_ids": (3,)},
         {"bad_words": ("a",)}, {"stop": "a"}, {"stop_regex": "a"}, {"prompt_logprobs": 0},
         {"token_ids_logprob": (3,)}, {"logprobs_mode": "processed_logprobs"}, {"logprobs": -1},
         {"grammar": Grammar.regex("a")},
@@ -262,6 +262,8 @@ async def test_a_search_fails_with_its_engine(fake_engine, byte_level):
         ({"stream_interval": 0}, "stream_interval"),
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"early_stopping": True}, "early_stopping"),
+        ({"presence_penalty": None}, "presence_penalty"),
+        ({"n": None}, "n"),
         ({"use_beam_search": True, "early_stopping": "x"}, "early_stopping"),
         ({"use_beam_search": True, "length_penalty": float("nan")}, "length_penalty"),
         ({"skip_special_tokens": 1}, "skip_special_tokens"),
@@ -310,7 +312,11 @@ async def test_over_http():
             ({"use_beam_search": True, "stop": "a"}, "stop"),
             ({"use_beam_search": True, "n": 20}, "n"),
             ({"priority": 1}, "priority"),
-            ({"echo": True, "logprobs": 1}, "echo"),
+            ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
+            ({"echo": True, "logprobs": 1, "stream": True, "n": 2}, "n"),
+            ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
+            ({"max_tokens": 0, "echo": True, "best_of": 2}, "best_of"),
+            ({"max_tokens": 0, "echo": True, "guided_regex": "a"}, "max_tokens"),
             ({"stream_interval": 2}, "stream_interval"),
             (
                 {"stream": True, "stream_options": {"continuous_usage_stats": True}},
@@ -324,6 +330,51 @@ async def test_over_http():
             chat = {"messages": [{"role": "user", "content": "a"}], **fields}
             response = await http.post("/v1/chat/completions", json=chat)
             assert response.status_code == 400
+
+
+async def test_echo_has_the_prompts_logprobs_in_front():
+    """As OpenAI's completions had them, also for what is only asked about a prompt."""
+    async with serving_http(reply="One 22 three ") as (_, http):
+
+        async def ask(**fields):
+            body = {"prompt": "ab", "echo": True, "logprobs": 2, **fields}
+            return await http.post("/v1/completions", json=body)
+
+        ids = byte_tokenizer().encode("<s>abOn", False)
+        answer = (await ask(prompt=ids[:3], max_tokens=2)).json()
+        [choice] = answer["choices"]
+        assert choice["text"] == "abOn"
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == ["<s>", "a", "b", "O", "n"]
+        assert logprobs["token_logprobs"] == [None, -0.25, -0.25, -0.5, -0.5]
+        assert logprobs["text_offset"] == [0, 0, 1, 2, 3]
+        assert logprobs["top_logprobs"][0] is None
+        assert [len(top) for top in logprobs["top_logprobs"][1:]] == [2] * 4
+        assert "prompt_logprobs" not in choice
+        shown = (await ask(prompt=ids[:3], max_tokens=2, skip_special_tokens=False)).json()
+        assert shown["choices"][0]["text"] == "<s>abOn"
+        assert shown["choices"][0]["logprobs"]["text_offset"] == [0, 3, 4, 5, 6]
+
+        for fields in ({}, {"prompt": ["ab", "cde"], "n": 2}):
+            answer = (await ask(max_tokens=0, **fields)).json()
+            prompts = [p for p in fields.get("prompt", ["ab"]) for _ in range(fields.get("n", 1))]
+            for choice, prompt in zip(answer["choices"], prompts, strict=True):
+                assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
+                assert choice["logprobs"]["tokens"] == list(prompt)
+                expected = [None] + [-0.25] * (len(prompt) - 1)
+                assert choice["logprobs"]["token_logprobs"] == expected
+            assert answer["usage"]["completion_tokens"] == 0
+        only = (await ask(logprobs=None, max_tokens=0)).json()["choices"][0]
+        assert (only["text"], only["logprobs"]) == ("ab", None)
+
+        for count in (0, 3):
+            whole = (await ask(max_tokens=count)).json()["choices"][0]
+            lines = (await ask(max_tokens=count, stream=True)).text.split("\n\n")[:-2]
+            told = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+            assert "".join(one["text"] for one in told) == whole["text"]
+            for name, values in whole["logprobs"].items():
+                assert [v for one in told for v in one["logprobs"][name]] == values, name
+            assert told[-1]["finish_reason"] == "length"
 
 
 async def test_over_grpc():

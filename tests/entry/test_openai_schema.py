@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.entry import openai_answers as answers
 from jaxserve.entry import openai_schema as schema
+from jaxserve.entry.body_fields import Body, parse
 from jaxserve.entry.failures import HttpFailure, UnsupportedParameter, describe
 from jaxserve.types import InvalidRequest, SamplingParams
 
@@ -17,7 +19,7 @@ KINDS = (
     schema.TokenizeRequest,
     schema.DetokenizeRequest,
 )
-VALID: dict[type[schema.Body], dict[str, Any]] = {
+VALID: dict[type[Body], dict[str, Any]] = {
     schema.CompletionRequest: {"prompt": "a"},
     schema.ChatRequest: {"messages": [{"role": "user", "content": "a"}]},
     schema.TokenizeRequest: {"prompt": "a"},
@@ -32,14 +34,14 @@ values = st.recursive(
 )  # fmt: skip
 
 
-def body_of(kind: type[schema.Body], **changes: Any) -> bytes:
+def body_of(kind: type[Body], **changes: Any) -> bytes:
     return json.dumps(VALID[kind] | changes).encode()
 
 
-def try_it(kind: type[schema.Body], body: bytes) -> None:
+def try_it(kind: type[Body], body: bytes) -> None:
     """Parses a body and reads its parameters; only a client's errors may come of it."""
     try:
-        request = schema.parse(kind, body)
+        request = parse(kind, body)
         if isinstance(request, schema.CompletionRequest | schema.ChatRequest):
             assert isinstance(request.sampling(), SamplingParams)
         if isinstance(request, schema.ChatRequest):
@@ -69,7 +71,7 @@ def test_any_bytes_are_a_request_or_a_clients_error(kind: Any, noise: bytes, pos
 
 
 @pytest.mark.parametrize("kind", [schema.CompletionRequest, schema.ChatRequest])
-def test_unsupported_fields_pass_only_with_values_that_ask_for_nothing(kind: type[schema.Body]):
+def test_unsupported_fields_pass_only_with_values_that_ask_for_nothing(kind: type[Body]):
     definitions = kind.model_json_schema()["properties"]
     unsupported = {
         name: field["enum"]
@@ -79,26 +81,26 @@ def test_unsupported_fields_pass_only_with_values_that_ask_for_nothing(kind: typ
     assert {"cache_salt"} <= set(unsupported)
     for name, allowed in unsupported.items():
         for value in allowed:
-            schema.parse(kind, body_of(kind, **{name: value}))
+            parse(kind, body_of(kind, **{name: value}))
         for value in (3, True, "x", [1], {"a": 1}):
             if any(type(value) is type(one) and value == one for one in allowed):
                 continue
             with pytest.raises(UnsupportedParameter) as caught:
-                schema.parse(kind, body_of(kind, **{name: value}))
+                parse(kind, body_of(kind, **{name: value}))
             assert caught.value.field == name
 
 
 def test_defaults_are_openais():
-    completion = schema.parse(schema.CompletionRequest, body_of(schema.CompletionRequest))
+    completion = parse(schema.CompletionRequest, body_of(schema.CompletionRequest))
     assert completion.sampling() == SamplingParams()
     assert completion.default_max_tokens == 16
-    chat = schema.parse(schema.ChatRequest, body_of(schema.ChatRequest))
+    chat = parse(schema.ChatRequest, body_of(schema.ChatRequest))
     assert chat.sampling() == SamplingParams()
     assert chat.default_max_tokens is None
     for kind in (schema.CompletionRequest, schema.ChatRequest):
         nulls = dict.fromkeys(set(kind.model_fields) - set(VALID[kind]))
         assert (
-            schema.parse(kind, body_of(kind, **nulls)).sampling()
+            parse(kind, body_of(kind, **nulls)).sampling()
             == (completion if kind is schema.CompletionRequest else chat).sampling()
         )
 
@@ -109,9 +111,9 @@ def test_impossible_tokens_have_a_finite_logprob():
     token = ChosenLogprob(
         token="a", token_id=1, logprob=float("-inf"), top=[("b", 2, float("-inf"))]
     )
-    chat = schema.chat_logprobs([token])
+    chat = answers.chat_logprobs([token])
     assert chat is not None
     assert chat["content"][0]["logprob"] == -9999.0
-    completion = schema.completion_logprobs([token])
+    completion = answers.completion_logprobs([token])
     assert completion is not None
     assert completion["top_logprobs"] == [{"b": -9999.0}]

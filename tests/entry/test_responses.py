@@ -144,6 +144,24 @@ async def test_a_tool_that_must_be_called():
         assert served.engine.requests[-1].sampling.grammar.field == "tool_choice"
 
 
+@pytest.mark.parametrize(
+    ("reply", "count", "status"),
+    [(CALL, 82, "incomplete"), (CALL.replace('"Köln"', "Köln"), 200, "completed")],
+)
+async def test_a_call_that_is_no_json_is_told_as_it_is(reply, count, status):
+    async with talking(reply=reply, template=THINKS) as (served, client):
+        answer = await client.responses.create(
+            model="tiny", input="Weather?", tools=FLAT, max_output_tokens=count
+        )
+        call = answer.output[-1]
+        assert (answer.status, call.type) == (status, "function_call")
+        assert call.arguments.startswith('{"cit')
+        await client.responses.create(
+            model="tiny", input="And now?", tools=FLAT, previous_response_id=answer.id
+        )
+        assert prompt_of(served).endswith("<user>And now?\n<assistant>")
+
+
 async def test_in_the_background_and_cancelled():
     async with talking(reply="It rains.") as (served, client):
         started = await client.responses.create(model="tiny", input="a", background=True)

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import ClassVar
 
+from jaxserve.entry.parsers.json_text import JsonValue
+
 
 @dataclasses.dataclass(frozen=True)
 class Content:
@@ -112,6 +114,17 @@ class Parser:
         if certain:
             self._events.append(Content(certain))
 
+    def _say_until(self, ended: bool, *markers: str) -> str | None:
+        """Says and takes the text before the first of the markers, and takes it; None: there is
+        none yet.
+        """
+        before, marker = self._find(*markers)
+        self._say(before)
+        if marker is None and ended:
+            self._say(self._text)
+            self._text = ""
+        return marker
+
     def _call(self, name: str) -> None:
         self._space = ""
         self._events.append(CallStart(self._num_calls, name))
@@ -123,6 +136,21 @@ class Parser:
             self._events.pop()
         if text:
             self._events.append(CallArguments(self._num_calls - 1, text))
+
+    def _call_with(self, name: str, text: str, then: State) -> None:
+        """A call whose arguments the rest, `text`, begins with; `then`: the state after them."""
+        self._call(name)
+        self._text, self._value, self._then = text, JsonValue(), then
+        self._state = self.arguments
+
+    def arguments(self, ended: bool) -> bool:
+        """The state of arguments that are written as JSON."""
+        taken, done = self._value.take(self._text)
+        self._arguments(taken)
+        self._text = self._text[len(taken) :]
+        if done:
+            self._state = self._then
+        return done
 
     def plain(self, ended: bool) -> bool:
         """The state of text in which no call can come any more."""

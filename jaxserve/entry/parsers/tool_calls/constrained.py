@@ -38,9 +38,11 @@ class Arguments(Parser):
         return False
 
 
-def grammar_for_tools(tools: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
+def grammar_for_tools(
+    tools: list[dict[str, Any]], name: str | None, most: int | None = None
+) -> dict[str, Any]:
     """The JSON schema of what these parsers read: of the arguments of the tool `name`, or of a
-    list of one call or more.
+    list of one call or more, `most` at the most.
     """
     functions = [tool["function"] for tool in tools]
     schemas = {f["name"]: f.get("parameters") or {"type": "object"} for f in functions}
@@ -58,7 +60,8 @@ def grammar_for_tools(tools: list[dict[str, Any]], name: str | None) -> dict[str
         }
         for i, (name, schema) in enumerate(schemas.items())
     ]
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    limit = {} if most is None else {"maxItems": most}
+    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}
 
 
 def _moved(schema: Any, place: str) -> Any:

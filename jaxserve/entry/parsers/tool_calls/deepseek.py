@@ -6,7 +6,6 @@
 All calls stand between <｜tool▁calls▁begin｜> and <｜tool▁calls▁end｜>.
 """
 
-from jaxserve.entry.parsers.json_text import JsonValue
 from jaxserve.entry.parsers.parser import Parser
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -17,15 +16,10 @@ class DeepSeek(Parser):
     needs_special_tokens = True
 
     def start(self, ended: bool) -> bool:
-        before, marker = self._find(BEGIN, CALL)
-        self._say(before)
+        marker = self._say_until(ended, BEGIN, CALL)
         if marker is not None:
             self._state = self.head if marker == CALL else self.between
-            return True
-        if ended:
-            self._say(self._text)
-            self._text = ""
-        return False
+        return marker is not None
 
     def between(self, ended: bool) -> bool:
         _, marker = self._find(CALL, END)
@@ -40,14 +34,5 @@ class DeepSeek(Parser):
         if not separator or not brace:
             return False
         name = before.strip().partition("\n")[0] if kind.strip() == "function" else kind
-        self._call(name.strip())
-        self._value, self._text, self._state = JsonValue(), "{" + rest, self.arguments
+        self._call_with(name.strip(), "{" + rest, self.between)
         return True
-
-    def arguments(self, ended: bool) -> bool:
-        taken, done = self._value.take(self._text)
-        self._arguments(taken)
-        self._text = self._text[len(taken) :]
-        if done:
-            self._state = self.between
-        return done

@@ -10,15 +10,10 @@ class Hermes(Parser):
     """A tag that holds no call is content."""
 
     def start(self, ended: bool) -> bool:
-        before, marker = self._find(BEGIN)
-        self._say(before)
-        if marker is not None:
+        if self._say_until(ended, BEGIN):
             self._object = CallObject(self._call, self._arguments)
             self._state = self.inside
             return True
-        if ended:
-            self._say(self._text)
-            self._text = ""
         return False
 
     def inside(self, ended: bool) -> bool:

@@ -1,6 +1,6 @@
 """Mistral: [TOOL_CALLS] and then a JSON list of calls, or (since v11) name[ARGS]{...} for each."""
 
-from jaxserve.entry.parsers.json_text import CallObject, JsonValue
+from jaxserve.entry.parsers.json_text import CallObject
 from jaxserve.entry.parsers.parser import Parser
 
 BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -10,14 +10,9 @@ class Mistral(Parser):
     needs_special_tokens = True
 
     def start(self, ended: bool) -> bool:
-        before, marker = self._find(BEGIN)
-        self._say(before)
-        if marker is not None:
+        if self._say_until(ended, BEGIN):
             self._state = self.opened
             return True
-        if ended:
-            self._say(self._text)
-            self._text = ""
         return False
 
     def opened(self, ended: bool) -> bool:
@@ -61,14 +56,6 @@ class Mistral(Parser):
                 self._say(self._text)
                 self._text = ""
             return False
-        self._call(head.partition(ARGS)[0].partition(CALL_ID)[0].strip())
-        self._value, self._text, self._state = JsonValue(), "{" + rest, self.arguments
+        name = head.partition(ARGS)[0].partition(CALL_ID)[0].strip()
+        self._call_with(name, "{" + rest, self.start)
         return True
-
-    def arguments(self, ended: bool) -> bool:
-        taken, done = self._value.take(self._text)
-        self._arguments(taken)
-        self._text = self._text[len(taken) :]
-        if done:
-            self._state = self.start
-        return done

@@ -58,12 +58,7 @@ class Pythonic(Parser):
         return True
 
     def rest(self, ended: bool) -> bool:
-        before, marker = self._find(END)
-        self._say(before)
-        if marker is None and ended:
-            self._say(self._text)
-            self._text = ""
-        return marker is not None
+        return self._say_until(ended, END) is not None
 
 
 def call_length(text: str) -> int | None:
