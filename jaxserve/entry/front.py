@@ -55,6 +55,7 @@ class Record:
         default_max_tokens: int | None,
         priority: int = 0,
         pooling: Pooling | None = None,
+        cache_salt: str = "",
     ) -> RequestStream:
         """Sends one of the request's prompts to the engine. Raises: what `Client.open` raises."""
         number = len(self.streams)
@@ -66,6 +67,7 @@ class Record:
             priority=priority,
             default_max_tokens=default_max_tokens,
             pooling=pooling,
+            cache_salt=cache_salt,
         )
         self.streams.append(stream)
         return stream
