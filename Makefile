@@ -46,7 +46,7 @@ test-aot: $(VENV)-aot/.done   ## compile the real kernels and steps for H200s an
 format: $(VENV)/.dev
 	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .
 
-proto: $(VENV)/.dev   ## generate the gRPC classes from jaxserve.proto
+proto: $(VENV)/.dev   ## generate the gRPC classes from the .proto files
 	@$(PY) -m jaxserve.entry.proto.generate
 
 clean:

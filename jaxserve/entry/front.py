@@ -170,6 +170,8 @@ class Front:
         self.info: EngineInfo = client.info
         self.model_name = model_name
         self.started = int(time.time())
+        self.last_request = 0.0
+        """Unix seconds; 0: none came yet."""
         self.draining = False
         self._running: dict[str, Record] = {}
         self._idle = asyncio.Event()
@@ -178,6 +180,10 @@ class Front:
     @property
     def num_in_flight(self) -> int:
         return len(self._running)
+
+    @property
+    def uptime_s(self) -> float:
+        return time.time() - self.started
 
     def engine(self) -> Client:
         """The client, if it can serve. Raises: EngineDead while there is no engine, and once the
@@ -202,6 +208,7 @@ class Front:
         """
         if request_id is not None and request_id in self._running:
             raise InvalidRequest("request_id", f"{request_id!r} is in flight already")
+        self.last_request = time.time()
         record = Record(self, verb, request_id or f"{prefix}-{uuid.uuid4().hex}")
         self._running[record.request_id] = record
         self._idle.clear()
