@@ -81,11 +81,7 @@ def read_chat(request: pb.ChatRequest) -> schema.ChatRequest:
     }
     if request.HasField("chat_template_kwargs"):
         fields["chat_template_kwargs"] = parse(request.chat_template_kwargs, "chat_template_kwargs")
-    try:
-        return schema.parse(schema.ChatRequest, to_json(fields, "request").encode())
-    except InvalidRequest as error:
-        # A function's fields stand in its Tool or ToolCall here.
-        raise type(error)(error.field.replace(".function", ""), error.message) from None
+    return schema.parse(schema.ChatRequest, to_json(fields, "request").encode())
 
 
 def read_chat_message(message: pb.Message) -> dict[str, Any]:
@@ -201,9 +197,13 @@ class Inference:
 
     async def chat(self, request: pb.ChatRequest, context: Context) -> None:
         async with self._recorded("Chat", "chat", request, context) as record:
-            body, params = read_chat(request), read_sampling(request.sampling)
-            engine = self._front.engine()
-            prompt, params, message = await prepare_chat(engine, self._settings, body, params)
+            engine, params = self._front.engine(), read_sampling(request.sampling)
+            try:
+                body = read_chat(request)
+                prompt, params, message = await prepare_chat(engine, self._settings, body, params)
+            except InvalidRequest as error:
+                # A function's fields stand in its Tool or ToolCall here.
+                raise type(error)(error.field.replace(".function", ""), error.message) from None
             messages = [message() for _ in range(params.n)]
             await self._open(record, request, prompt, params, None)
             await self._stream(

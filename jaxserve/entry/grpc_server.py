@@ -1,4 +1,4 @@
-"""The gRPC server: our own service and vLLM's, health and reflection, TLS and keys. Imports no jax."""
+"""The gRPC server: both services, health and reflection, TLS and keys. Imports no jax."""
 
 import pathlib
 import ssl
