@@ -30,8 +30,22 @@ FAULTS = {
 }
 """Why a request ends whose sampled token is none."""
 
+FORBIDDING = ("allowed_token_ids", "bad_words", "no_repeat_ngram_size", "min_tokens", "logit_bias")
+"""Options that forbid tokens, the likeliest to have forbidden all of them first."""
+
 COMPILE_POLL_S = 0.001
 """How long to wait for messages when nothing can run but what waits for its grammar."""
+
+
+def _fault(sequence: Sequence, token: int) -> tuple[str, str | None]:
+    """(why a sequence ended with an error, the request's field that is to blame, if any is)."""
+    sampling, matcher = sequence.request.sampling, sequence.matcher
+    if matcher is not None and matcher.error:
+        return matcher.error, sampling.grammar and sampling.grammar.field
+    if token != NONE_ALLOWED:
+        return FAULTS[token], None
+    field = next((name for name in FORBIDDING if getattr(sampling, name)), None)
+    return FAULTS[token], field or (sampling.grammar and sampling.grammar.field)
 
 
 def _embedding(sequence: Sequence) -> bytes | None:
@@ -137,10 +151,8 @@ class Engine:
                 sequence = committed.sequence
                 logprobs = collected.logprobs[committed.index]
                 if committed.finish_reason == "error":
-                    matcher = sequence.matcher
-                    reason = matcher.error if matcher is not None else ""
-                    token = collected.tokens[committed.index]
-                    self._refuse(sequence.request.request_id, reason or FAULTS[token])
+                    reason, field = _fault(sequence, collected.tokens[committed.index])
+                    self._refuse(sequence.request.request_id, reason, field)
                     continue
                 outputs.append(
                     TokenOutput(

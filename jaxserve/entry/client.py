@@ -711,7 +711,7 @@ class Client:
             return
         try:
             token_ids, text = choice.take(output)
-        except RequestFailed as error:
+        except InvalidRequest as error:
             self._fail(stream, error)
             return
         if choice.finish_reason is not None and output.finish_reason is None:

@@ -148,10 +148,9 @@ def check_search(params: SamplingParams, num_ends: int) -> None:
     neutral: dict[str, tuple[Any, ...]] = {
         "temperature": (None, 0), "top_k": (None, 0, -1), "top_p": (None, 1), "min_p": (None, 0),
         "stop": ((),), "stop_regex": ((),), "typical_p": (None, 1), "grammar": (None,),
-        "repetition_penalty": (None, 1), "presence_penalty": (0,), "frequency_penalty": (0,),
-        "no_repeat_ngram_size": (None, 0), "logit_bias": ({},), "allowed_token_ids": (None,),
-        "bad_words": ((),), "prompt_logprobs": (None,), "token_ids_logprob": ((),),
-        "logprobs_mode": ("raw_logprobs",),
+        "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
+        "allowed_token_ids": (None,), "bad_words": ((),), "prompt_logprobs": (None,),
+        "token_ids_logprob": ((),), "logprobs_mode": ("raw_logprobs",),
     }  # fmt: skip
     for field, values in neutral.items():
         if getattr(params, field) not in values:

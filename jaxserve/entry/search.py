@@ -2,12 +2,14 @@
 
 Beam search is the one of Hugging Face's `generate`: hypotheses that end are ranked by the sum of
 their log-probabilities over length ** length_penalty, and only those among the best `beams`
-continuations of a step count. Each step asks the engine for one token of each beam with its
+continuations of a step count. Scores are of the distribution after repetition_penalty and
+no_repeat_ngram_size. Each step asks the engine for one token of each beam with its
 likeliest alternatives; the prefix cache has all whole pages of it. Imports no jax.
 """
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -15,6 +17,7 @@ import msgspec
 from jaxserve.types import (
     Choice,
     ChosenLogprob,
+    InvalidRequest,
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
@@ -108,24 +111,37 @@ class Beam:
 async def search_beams(
     prompt: list[int], params: SamplingParams, sampling: TokenSampling, ask: Ask
 ) -> Found:
-    """The `n` best hypotheses of a search with `best_of` beams."""
+    """The `n` best hypotheses of a search with `best_of` beams.
+
+    Raises: InvalidRequest if the options leave fewer; what `ask` raises.
+    """
     num_beams = params.best_of or params.n
     ends = frozenset(sampling.stop_token_ids)
     # at least `num_beams` of these go on
     num_tops = max(num_beams + len(ends), params.logprobs or 0)
     num_cached = None
+    one_token = TokenSampling(
+        max_tokens=1,
+        temperature=0.0,
+        logprobs=num_tops,
+        logprobs_mode="processed_logprobs",
+        num_tokens=sampling.num_tokens,
+        # These look at prompt and output alike; a beam's tokens are prompt here.
+        repetition_penalty=sampling.repetition_penalty,
+        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+    )
 
     async def continuations(beam: Beam) -> list[tuple[int, float]]:
         nonlocal num_cached
         output = await ask(
             [*prompt, *beam.token_ids],
             SamplingParams(max_tokens=1, temperature=0, logprobs=num_tops, ignore_eos=True),
-            TokenSampling(max_tokens=1, temperature=0.0, logprobs=num_tops),
+            one_token,
         )
         if num_cached is None:
             num_cached = output.usage.cached_tokens
         token = (output.choices[0].logprobs or [])[0]
-        return [(token_id, logprob) for _, token_id, logprob in token.top]
+        return [(token_id, logprob) for _, token_id, logprob in token.top if logprob > -math.inf]
 
     running, finished = [Beam()], list[tuple[float, Beam]]()
     for length in range(1, sampling.max_tokens + 1):
@@ -136,7 +152,7 @@ async def search_beams(
             _extend(beam, token_id, logprob, task.result(), params)
             for beam, task in zip(running, asked, strict=True)
             for token_id, logprob in task.result()
-            if token_id < sampling.num_tokens and (may_end or token_id not in ends)
+            if may_end or token_id not in ends
         ]
         candidates.sort(key=lambda beam: beam.logprob, reverse=True)
         is_last = length == sampling.max_tokens
@@ -156,6 +172,8 @@ async def search_beams(
             best = running[0].logprob / reach**params.length_penalty
             if params.early_stopping is True or best <= finished[-1][0]:
                 break
+    if len(finished) < params.n:
+        raise InvalidRequest("n", f"is {params.n}; the options leave {len(finished)} texts")
     return Found(
         [
             TokenOutput(

@@ -10,7 +10,7 @@ from typing import Any
 
 import regex
 
-from jaxserve.types import InvalidRequest, RequestFailed
+from jaxserve.types import InvalidRequest
 
 MAX_HELD = 8192
 """Characters held back for a match that may still come; older ones are let go as text."""
@@ -56,7 +56,7 @@ class PatternScanner:
         """Length of the match that this character completes, the longest of several; 0: none.
 
         One that is not `honoured` is text like any other.
-        Raises: RequestFailed if a pattern takes too long.
+        Raises: InvalidRequest if a pattern takes too long.
         """
         self._text += character
         text, end = self._text, len(self._text)
@@ -71,7 +71,9 @@ class PatternScanner:
                 if match is not None:
                     length = max(length, end - match.start())
         except TimeoutError:
-            raise RequestFailed(f"stop_regex takes over {TIMEOUT_S} s to look for") from None
+            raise InvalidRequest(
+                "stop_regex", f"takes over {TIMEOUT_S} s to look for"
+            ) from None
         self._start = end if length else end - min(held, MAX_HELD)
         if end > 4 * MAX_HELD:
             cut = end - 2 * MAX_HELD

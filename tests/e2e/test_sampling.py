@@ -68,3 +68,16 @@ def test_bad_words_and_bias_shape_the_text(llm: LLM):
     assert "ab" not in without.text
     with pytest.raises(InvalidRequest, match="logit_bias: has 258; allowed: 0 to 257"):
         llm.generate(PROMPT, SamplingParams(logit_bias={258: 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"allowed_token_ids": (5, 6), "bad_words": ((5,), (6,))}, "allowed_token_ids"),
+        ({"no_repeat_ngram_size": 1, "bad_words": tuple((t,) for t in range(256))}, "bad_words"),
+    ],
+)
+def test_options_that_leave_no_token_are_the_users_mistake(llm: LLM, options, field):
+    with pytest.raises(InvalidRequest, match="leave no token") as caught:
+        llm.generate([list(range(256, 258))], SamplingParams(max_tokens=4, **options))
+    assert caught.value.field == field

@@ -1,6 +1,7 @@
 """Choices that share a prompt, and beam search, on a tiny model."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import tiny_jax
 import tiny_models
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.types import InvalidRequest
 
 LIMITS = {"max_num_seqs": 8, "max_batched_tokens": 64, "num_pages": 64, "page_size": 8}
 PROMPT = "Seven beams at a time. "
@@ -20,23 +22,32 @@ def llm(tiny_folder):
 
 
 @pytest.fixture(scope="module")
-def log_probabilities(tiny_folder):
+def next_logits(tiny_folder):
     """f64[V] of the next token after a sequence, by one full forward."""
     config = json.loads((tiny_folder / "config.json").read_text())
     built = tiny_jax.registry.build(config, tiny_jax.mesh(1), "tensor", np.float32)
     leaves = tiny_jax.apply_rules(built, tiny_models.tensors(config))
     whole, cache = tiny_jax.whole(built), {}
 
-    def log_softmax(token_ids):
+    def logits(token_ids):
         key = tuple(token_ids)
         if key not in cache:
             padded = np.zeros(64, np.int32)  # one shape; what comes later changes nothing before
             padded[: len(key)] = key
-            logits = np.asarray(whole(leaves, padded))[len(key) - 1].astype(np.float64)
-            cache[key] = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+            cache[key] = np.asarray(whole(leaves, padded))[len(key) - 1].astype(np.float64)
         return cache[key]
 
-    return log_softmax
+    return logits
+
+
+def log_softmax(logits):
+    logits = logits - logits.max()
+    return logits - np.log(np.exp(logits).sum())
+
+
+@pytest.fixture(scope="module")
+def log_probabilities(next_logits):
+    return lambda token_ids: log_softmax(next_logits(token_ids))
 
 
 def beam_search(log_softmax, prompt, ends, *, beams, max_tokens, penalty, early, min_tokens=0):
@@ -107,6 +118,46 @@ def test_beam_search_without_an_early_end(llm, log_probabilities):
     )  # fmt: skip
     assert [tuple(choice.token_ids) for choice in output.choices] == [t for _, t in expected]
     assert all(len(choice.token_ids) > 4 for choice in output.choices)
+
+
+PENALTIES = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2}
+
+
+@pytest.mark.parametrize("defaults", [False, True])
+def test_beams_are_scored_after_the_penalties(llm, next_logits, tiny_folder, tmp_path, defaults):
+    """Those of the request, and those of the model's generation_config.json."""
+    prompt = llm.tokenize(PROMPT)
+
+    def penalized(token_ids):
+        logits, seen = next_logits(token_ids).copy(), list(set(token_ids))
+        factor = np.where(logits[seen] > 0, 1 / 1.7, 1.7)
+        logits[seen] *= factor
+        pairs = zip(token_ids, token_ids[1:], strict=False)
+        logits[[after for before, after in pairs if before == token_ids[-1]]] = -np.inf
+        return log_softmax(logits)
+
+    params = SamplingParams(
+        n=2, best_of=3, use_beam_search=True, max_tokens=8, **({} if defaults else PENALTIES)
+    )
+    if defaults:
+        folder = shutil.copytree(tiny_folder, tmp_path / "tiny")
+        (folder / "generation_config.json").write_text(json.dumps(PENALTIES))
+        with LLM(str(folder), **LIMITS) as model:
+            output = model.generate(PROMPT, params)[0]
+    else:
+        output = llm.generate(PROMPT, params)[0]
+    expected = beam_search(
+        penalized, prompt, (0,), beams=3, max_tokens=8, penalty=1.0, early=False
+    )  # fmt: skip
+    assert [tuple(choice.token_ids) for choice in output.choices] == [t for _, t in expected[:2]]
+    plain = llm.generate(PROMPT, SamplingParams(n=2, best_of=3, use_beam_search=True, max_tokens=8))
+    assert [c.token_ids for c in plain[0].choices] != [c.token_ids for c in output.choices]
+
+
+def test_beams_that_run_out_of_tokens_are_refused(llm):
+    params = SamplingParams(n=3, use_beam_search=True, max_tokens=300, no_repeat_ngram_size=1)
+    with pytest.raises(InvalidRequest):
+        llm.generate(list(range(1, 200)), params)
 
 
 @pytest.mark.parametrize("repeats", [1, 8])
