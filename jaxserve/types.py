@@ -182,7 +182,9 @@ def parse_json(value: Any, field: str) -> Any:
 def to_json(value: Any, field: str) -> str:
     """The value as JSON text. Raises: InvalidRequest for what JSON has no form for."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()  # JSON has escapes of surrogates that are no Unicode text
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(field, f"can't be written as JSON: {error}") from None
 

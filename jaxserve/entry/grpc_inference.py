@@ -18,8 +18,15 @@ from jaxserve.entry.front import Front, Record
 from jaxserve.entry.grpc_io import STRUCTURES, Context, optional, read_structure, recorded
 from jaxserve.entry.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
 from jaxserve.entry.proto import jaxserve_pb2 as pb
-from jaxserve.types import ChosenLogprob, Delta, InvalidRequest, SamplingParams, Usage, to_json
-from jaxserve.types import parse_json as parse
+from jaxserve.types import (
+    ChosenLogprob,
+    Delta,
+    InvalidRequest,
+    SamplingParams,
+    Usage,
+    parse_json,
+    to_json,
+)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 FINISH_REASONS = {
@@ -80,7 +87,9 @@ def read_chat(request: pb.ChatRequest) -> schema.ChatRequest:
         **given(request, "parallel_tool_calls", "separate_reasoning", "include_reasoning"),
     }
     if request.HasField("chat_template_kwargs"):
-        fields["chat_template_kwargs"] = parse(request.chat_template_kwargs, "chat_template_kwargs")
+        fields["chat_template_kwargs"] = read_json(
+            request.chat_template_kwargs, "chat_template_kwargs"
+        )
     return schema.parse(schema.ChatRequest, to_json(fields, "request").encode())
 
 
@@ -97,8 +106,15 @@ def read_tool(tool: pb.Tool, field: str) -> dict[str, Any]:
     """Raises: InvalidRequest for parameters that are no JSON."""
     function = {"name": tool.name, **given(tool, "description", "strict")}
     if tool.HasField("parameters"):
-        function["parameters"] = parse(tool.parameters, f"{field}.parameters")
+        function["parameters"] = read_json(tool.parameters, f"{field}.parameters")
     return {"type": "function", "function": function}
+
+
+def read_json(text: str, field: str) -> Any:
+    """Raises: InvalidRequest for what is no JSON, or could not be told on as such."""
+    value = parse_json(text, field)
+    to_json(value, field)
+    return value
 
 
 def read_tool_choice(request: pb.ChatRequest) -> Any:
