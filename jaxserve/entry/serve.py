@@ -295,7 +295,8 @@ class Server:
         )
         self._tell(f"HTTP      http://{host}:{addresses.http_port}")
         if addresses.grpc_port is not None:
-            self._tell(f"gRPC      {host}:{addresses.grpc_port}")
+            tls = "" if self._server.grpc_tls_cert is None else " (TLS)"
+            self._tell(f"gRPC      {host}:{addresses.grpc_port}{tls}")
 
     def _tell(self, line: str) -> None:
         print(line, file=self._out, flush=True)

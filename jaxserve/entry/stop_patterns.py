@@ -71,9 +71,7 @@ class PatternScanner:
                 if match is not None:
                     length = max(length, end - match.start())
         except TimeoutError:
-            raise InvalidRequest(
-                "stop_regex", f"takes over {TIMEOUT_S} s to look for"
-            ) from None
+            raise InvalidRequest("stop_regex", f"takes over {TIMEOUT_S} s to look for") from None
         self._start = end if length else end - min(held, MAX_HELD)
         if end > 4 * MAX_HELD:
             cut = end - 2 * MAX_HELD

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 import pytest_asyncio
 from google.protobuf import descriptor_pb2, descriptor_pool
@@ -18,9 +19,11 @@ from server_fakes import REPLY, FakeEngine, Served, finish, serving, serving_grp
 
 import jaxserve
 from jaxserve.entry.front import Front
+from jaxserve.entry.grpc_io import STRUCTURES
 from jaxserve.entry.proto import generate, jaxserve_pb2_grpc, vllm_engine_pb2
 from jaxserve.entry.proto import jaxserve_pb2 as pb
 from jaxserve.entry.rate import RateMeter
+from jaxserve.types import SamplingParams
 
 METHOD = "/jaxserve.v1.Inference/Generate"
 
@@ -74,6 +77,17 @@ def test_generated_files_are_current(tmp_path: pathlib.Path):
                 for field in message.field:
                     field.ClearField("json_name")  # kept by one of the two only
         assert current == generated, "run `make proto`"
+
+
+def test_sampling_has_the_python_parameters_under_their_names():
+    structures = set(STRUCTURES)
+    fields = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert structures < fields
+    python = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    assert fields - structures - {"bad_words_ids"} == python - {"grammar"}
+    for request in (pb.GenerateRequest, pb.ChatRequest):
+        options = {"priority", "cache_salt", "request_id"}  # of Client.open
+        assert options < {field.name for field in request.DESCRIPTOR.fields}
 
 
 async def test_generate_streams(stub, served: Served):

@@ -78,6 +78,7 @@ def secure(target: str, credentials: grpc.ChannelCredentials) -> grpc.aio.Channe
 
 async def test_tls(files: Files):
     async with serving(**files.settings) as served:
+        assert f"gRPC      {served.target} (TLS)\n" in served.out.getvalue()
         async with secure(served.target, files.credentials()) as channel:
             assert await text_over(channel) == "[64]"
         for channel in (
