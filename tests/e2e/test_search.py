@@ -1,5 +1,6 @@
 """Choices that share a prompt, and beam search, on a tiny model."""
 
+import itertools
 import json
 import shutil
 
@@ -132,7 +133,7 @@ def test_beams_are_scored_after_the_penalties(llm, next_logits, tiny_folder, tmp
         logits, seen = next_logits(token_ids).copy(), list(set(token_ids))
         factor = np.where(logits[seen] > 0, 1 / 1.7, 1.7)
         logits[seen] *= factor
-        pairs = zip(token_ids, token_ids[1:], strict=False)
+        pairs = itertools.pairwise(token_ids)
         logits[[after for before, after in pairs if before == token_ids[-1]]] = -np.inf
         return log_softmax(logits)
 
