@@ -19,7 +19,7 @@ from jaxserve.entry.front import Front, Record
 from jaxserve.entry.grpc_io import STRUCTURES, Context, optional, read_structure, recorded
 from jaxserve.entry.proto import vllm_engine_pb2 as pb
 from jaxserve.entry.request_stream import RequestStream
-from jaxserve.types import ChosenLogprob, EngineDead, InvalidRequest, SamplingParams
+from jaxserve.types import ChosenLogprob, Delta, EngineDead, InvalidRequest, SamplingParams
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVER_TYPE = "jaxserve"
@@ -44,7 +44,9 @@ def read_sampling(message: pb.SamplingParams) -> SamplingParams:
             continue
         if field.has_presence and not message.HasField(name):
             continue
-        value = getattr(message, name) or ZERO_IS.get(name, getattr(message, name))
+        value = getattr(message, name)
+        if not value and name in ZERO_IS:
+            value = ZERO_IS[name]
         given[name] = shortest(value) if isinstance(value, float) else value
     return SamplingParams(**given)
 
@@ -97,6 +99,44 @@ def _top(token: ChosenLogprob | None) -> pb.TopLogProbs:
     return pb.TopLogProbs(values=[p for _, _, p in top], token_ids=[i for _, i, _ in top])
 
 
+def write_chunk(stream: RequestStream, delta: Delta, is_first: bool) -> pb.GenerateResponse:
+    """What is new of a choice; with the request's first chunk, the prompt's log-probabilities."""
+    chunk = pb.GenerateStreamChunk(
+        index=delta.index,
+        token_ids=delta.token_ids,
+        prompt_tokens=len(stream.prompt_token_ids),
+        completion_tokens=len(delta.token_ids),
+        cached_tokens=stream.choices[delta.index].num_cached_tokens,
+        output_logprobs=write_logprobs(delta.logprobs, stream.params.logprobs),
+        input_logprobs=write_prompt_logprobs(stream) if is_first else None,
+    )
+    return pb.GenerateResponse(chunk=chunk)
+
+
+def write_complete(stream: RequestStream, delta: Delta, has_chunks: bool) -> pb.GenerateResponse:
+    """A whole choice, of which `delta` is the last; log-probabilities are in its chunks if it
+    has some.
+    """
+    choice = stream.choices[delta.index]
+    complete = pb.GenerateComplete(
+        index=delta.index,
+        output_ids=choice.token_ids,
+        finish_reason=delta.finish_reason or "",
+        prompt_tokens=len(stream.prompt_token_ids),
+        completion_tokens=len(choice.token_ids),
+        cached_tokens=choice.num_cached_tokens,
+        output_logprobs=None
+        if has_chunks
+        else write_logprobs(choice.logprobs, stream.params.logprobs),
+        input_logprobs=None if has_chunks else write_prompt_logprobs(stream),
+    )
+    if isinstance(delta.stop_reason, str):
+        complete.matched_stop_str = delta.stop_reason
+    elif delta.stop_reason is not None:
+        complete.matched_token_id = delta.stop_reason
+    return pb.GenerateResponse(complete=complete)
+
+
 class VllmEngine:
     """The service's methods, see `grpc_io.service_handlers`."""
 
@@ -120,53 +160,20 @@ class VllmEngine:
             await self._answer(record, stream, context, request.stream)
 
     async def _answer(
-        self, record: Record, stream: RequestStream, context: Context, streams: bool
+        self, record: Record, stream: RequestStream, context: Context, has_chunks: bool
     ) -> None:
-        """`streams`: chunks as they come. Each choice ends with what completes it."""
         seen: set[int] = set()
-        num_logprobs, prompt_tokens = stream.params.logprobs, len(stream.prompt_token_ids)
         aborted: RequestAborted | None = None
         async for delta in stream:
             try:
                 record.note(len(delta.token_ids), delta.finish_reason)
-            except RequestAborted as error:  # told as the layout does, by the finish_reason
+            except RequestAborted as error:  # told by the finish_reason, as the layout has it
                 aborted = error
-            index, choice = delta.index, stream.choices[delta.index]
-            if streams and (delta.token_ids or index not in seen):
-                is_first = not seen
-                seen.add(index)
-                chunk = pb.GenerateStreamChunk(
-                    index=index,
-                    token_ids=delta.token_ids,
-                    prompt_tokens=prompt_tokens,
-                    completion_tokens=len(delta.token_ids),
-                    cached_tokens=choice.num_cached_tokens,
-                    output_logprobs=write_logprobs(delta.logprobs, num_logprobs),
-                    input_logprobs=write_prompt_logprobs(stream) if is_first else None,
-                )
-                await context.write(pb.GenerateResponse(chunk=chunk))
-            if delta.finish_reason is None:
-                continue
-            complete = pb.GenerateComplete(
-                index=index,
-                output_ids=choice.token_ids,
-                finish_reason=delta.finish_reason,
-                prompt_tokens=prompt_tokens,
-                completion_tokens=len(choice.token_ids),
-                cached_tokens=choice.num_cached_tokens,
-            )
-            if not streams:
-                complete.output_logprobs.MergeFrom(
-                    write_logprobs(choice.logprobs, num_logprobs) or pb.OutputLogProbs()
-                )
-                complete.input_logprobs.MergeFrom(
-                    write_prompt_logprobs(stream) or pb.InputLogProbs()
-                )
-            if isinstance(delta.stop_reason, str):
-                complete.matched_stop_str = delta.stop_reason
-            elif delta.stop_reason is not None:
-                complete.matched_token_id = delta.stop_reason
-            await context.write(pb.GenerateResponse(complete=complete))
+            if has_chunks and (delta.token_ids or delta.index not in seen):
+                await context.write(write_chunk(stream, delta, is_first=not seen))
+                seen.add(delta.index)
+            if delta.finish_reason is not None:
+                await context.write(write_complete(stream, delta, has_chunks))
         if aborted is not None:
             record.fail(aborted)
 
