@@ -83,9 +83,9 @@ def write_logprobs(
 
 
 def write_prompt_logprobs(stream: RequestStream) -> pb.InputLogProbs | None:
-    """None unless they were asked for; the first token has none."""
-    tokens, num_top = stream.prompt_logprobs, stream.params.prompt_logprobs
-    if not tokens:
+    """None unless they were asked for, and all are there; the first token has none."""
+    tokens, num_top = stream.prompt_logprobs or [], stream.params.prompt_logprobs
+    if len(tokens) < len(stream.prompt_token_ids):
         return None
     return pb.InputLogProbs(
         token_logprobs=[pb.InputTokenLogProb(value=token and token.logprob) for token in tokens],
@@ -99,8 +99,8 @@ def _top(token: ChosenLogprob | None) -> pb.TopLogProbs:
     return pb.TopLogProbs(values=[p for _, _, p in top], token_ids=[i for _, i, _ in top])
 
 
-def write_chunk(stream: RequestStream, delta: Delta, is_first: bool) -> pb.GenerateResponse:
-    """What is new of a choice; with the request's first chunk, the prompt's log-probabilities."""
+def write_chunk(stream: RequestStream, delta: Delta) -> pb.GenerateResponse:
+    """What is new of a choice; of the first one, at first, the prompt's log-probabilities too."""
     chunk = pb.GenerateStreamChunk(
         index=delta.index,
         token_ids=delta.token_ids,
@@ -108,7 +108,7 @@ def write_chunk(stream: RequestStream, delta: Delta, is_first: bool) -> pb.Gener
         completion_tokens=len(delta.token_ids),
         cached_tokens=stream.choices[delta.index].num_cached_tokens,
         output_logprobs=write_logprobs(delta.logprobs, stream.params.logprobs),
-        input_logprobs=write_prompt_logprobs(stream) if is_first else None,
+        input_logprobs=None if delta.prompt_logprobs is None else write_prompt_logprobs(stream),
     )
     return pb.GenerateResponse(chunk=chunk)
 
@@ -163,6 +163,7 @@ class VllmEngine:
         self, record: Record, stream: RequestStream, context: Context, has_chunks: bool
     ) -> None:
         seen: set[int] = set()
+        ended: list[Delta] = []
         aborted: RequestAborted | None = None
         async for delta in stream:
             try:
@@ -170,10 +171,16 @@ class VllmEngine:
             except RequestAborted as error:  # told by the finish_reason, as the layout has it
                 aborted = error
             if has_chunks and (delta.token_ids or delta.index not in seen):
-                await context.write(write_chunk(stream, delta, is_first=not seen))
+                await context.write(write_chunk(stream, delta))
                 seen.add(delta.index)
-            if delta.finish_reason is not None:
+            if delta.finish_reason is None:
+                continue
+            if has_chunks:
                 await context.write(write_complete(stream, delta, has_chunks))
+            else:
+                ended.append(delta)
+        for delta in ended:  # all is known now, of the prompt too
+            await context.write(write_complete(stream, delta, has_chunks))
         if aborted is not None:
             record.fail(aborted)
 
