@@ -59,7 +59,7 @@ fuzz: $(VENV)-clients/.done   ## thousands of cases made from the server's own O
 format: $(VENV)/.dev
 	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .
 
-proto: $(VENV)/.dev   ## generate the gRPC classes from jaxserve.proto
+proto: $(VENV)/.dev   ## generate the gRPC classes from the .proto files
 	@$(PY) -m jaxserve.entry.proto.generate
 
 clean:

@@ -214,9 +214,18 @@ class ServerConfig:
         False, "put prompts and answers of requests in the log, which holds none otherwise"
     )
     api_key: tuple[str, ...] = setting(
-        (), "a key that HTTP requests must bring, as Authorization: Bearer KEY; any if none is set"
+        (),
+        "a key that HTTP requests and gRPC calls must bring, as Authorization: Bearer KEY; "
+        "any may come if none is set",
     )
     api_key_file: str | None = setting(None, "file with such keys, one a line")
+    grpc_tls_cert: str | None = setting(
+        None, "PEM file with the gRPC server's certificate, or chain; not given: no TLS"
+    )
+    grpc_tls_key: str | None = setting(None, "PEM file with the certificate's private key")
+    grpc_tls_client_ca: str | None = setting(
+        None, "PEM file with the authorities that must have signed the certificates of gRPC clients"
+    )
     cors_origin: tuple[str, ...] = setting(
         (), "a web origin whose pages may use the HTTP server from a browser, or *; default: none"
     )
@@ -232,6 +241,16 @@ class ServerConfig:
             raise ConfigError(
                 "api_key has one that is empty, or not ASCII, or has spaces around it"
             )
+
+        given = [
+            name
+            for name in ("grpc_tls_cert", "grpc_tls_key", "grpc_tls_client_ca")
+            if getattr(self, name) is not None
+        ]
+        if given and (self.grpc_tls_cert is None or self.grpc_tls_key is None):
+            raise ConfigError(f"{given[0]} is given without grpc_tls_cert and grpc_tls_key")
+        if given and self.grpc_port is None:
+            raise ConfigError(f"{given[0]} is given without grpc_port: no gRPC server runs")
 
     def all_api_keys(self) -> tuple[str, ...]:
         """Those given, and those of the file. Raises: ConfigError if that can't be read."""

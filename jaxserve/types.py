@@ -124,15 +124,15 @@ class Grammar(msgspec.Struct, frozen=True):
             raise InvalidRequest(field, f"kind is {kind!r}; allowed: {allowed}")
         if kind == "json_object":
             return cls.json_object(field)
-        return getattr(cls, kind)(_parse_json(rest, field) if kind == "choice" else rest, field)
+        return getattr(cls, kind)(parse_json(rest, field) if kind == "choice" else rest, field)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, field: str = "grammar") -> Self:
         """JSON that the schema (also as text) describes."""
-        value = _parse_json(schema, field)
+        value = parse_json(schema, field)
         if not isinstance(value, dict | bool):
             raise InvalidRequest(field, "is no JSON schema; allowed: an object or a boolean")
-        return cls("json_schema", _to_json(value, field), field)
+        return cls("json_schema", to_json(value, field), field)
 
     @classmethod
     def json_object(cls, field: str = "grammar") -> Self:
@@ -149,7 +149,7 @@ class Grammar(msgspec.Struct, frozen=True):
         """One of these texts."""
         if isinstance(choices, str) or not choices or not all(isinstance(c, str) for c in choices):
             raise InvalidRequest(field, "allowed: a list of one string or more")
-        return cls("choice", _to_json(list(choices), field), field)
+        return cls("choice", to_json(list(choices), field), field)
 
     @classmethod
     def grammar(cls, text: str, field: str = "grammar") -> Self:
@@ -162,14 +162,14 @@ class Grammar(msgspec.Struct, frozen=True):
 
         `tag`: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, also as text.
         """
-        value = _parse_json(tag, field)
+        value = parse_json(tag, field)
         if not isinstance(value, dict):
             raise InvalidRequest(field, "allowed: an object with structures and triggers")
         _check_structural_tag(value, field)
-        return cls("structural_tag", _to_json(value, field), field)
+        return cls("structural_tag", to_json(value, field), field)
 
 
-def _parse_json(value: Any, field: str) -> Any:
+def parse_json(value: Any, field: str) -> Any:
     """The value of a JSON text; what isn't text is returned as it is. Raises: InvalidRequest."""
     if not isinstance(value, str):
         return dict(value) if isinstance(value, Mapping) else value
@@ -179,9 +179,12 @@ def _parse_json(value: Any, field: str) -> Any:
         raise InvalidRequest(field, f"is not JSON: {error}") from None
 
 
-def _to_json(value: Any, field: str) -> str:
+def to_json(value: Any, field: str) -> str:
+    """The value as JSON text. Raises: InvalidRequest for what JSON has no form for."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()  # JSON has escapes of surrogates that are no Unicode text
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(field, f"can't be written as JSON: {error}") from None
 

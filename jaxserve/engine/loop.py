@@ -195,7 +195,7 @@ class Engine:
                 try:
                     sequence = self._scheduler.add(request, ready=grammar is None)
                 except InvalidRequest as error:
-                    self._refuse(request.request_id, str(error))
+                    self._refuse(request.request_id, error.message, error.field)
                     return
                 if grammar is not None:
                     self._compiling.append((sequence, self._grammars.compile(grammar)))

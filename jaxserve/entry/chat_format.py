@@ -219,6 +219,10 @@ class Message:
             kept.append(event)
         return kept
 
+    def finish_reason(self, reason: str) -> str:
+        """How the choice ended whose text ended with `reason`."""
+        return "tool_calls" if reason == "stop" and self.calls else reason
+
     def body(self) -> dict[str, Any]:
         """The whole message."""
         content = self.content if self.content or not self.calls else None

@@ -32,6 +32,7 @@ from jaxserve.entry.inputs import (
     resolve_sampling,
     truncate_prompt,
 )
+from jaxserve.entry.rate import RateMeter
 from jaxserve.entry.request_stream import (
     ChoiceState,
     NoObserver,
@@ -138,6 +139,7 @@ class Client:
         self._model: TextModel | None = None
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
+        self._generated = RateMeter()
         self._choices: dict[str, ChoiceState] = {}
         """In flight, by wire id."""
         self._streams: dict[str, RequestStream] = {}
@@ -307,6 +309,10 @@ class Client:
     def stats(self) -> EngineStats:
         """The engine's counters, as it last told them."""
         return self._stats
+
+    def generated_per_s(self) -> float:
+        """Tokens, over the last seconds."""
+        return self._generated.rate(time.monotonic(), self._stats.generated_tokens)
 
     def health(self) -> None:
         """Raises: EngineDead, saying why, unless the engine is ready and running."""
@@ -675,6 +681,7 @@ class Client:
                     case messages.Outputs() as message:
                         self._stats = message.stats
                         now_s = time.monotonic()
+                        self._generated.see(now_s, self._stats.generated_tokens)
                         for output in message.outputs:
                             choice = self._choices.get(output.request_id)
                             if choice is not None:  # else an Abort crossed this on the way

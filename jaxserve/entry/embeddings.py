@@ -49,8 +49,8 @@ class EmbeddingRequest(Body):
         )
 
 
-async def embed(front: Front, record: Record, body: EmbeddingRequest) -> dict[str, Any]:
-    """Runs a request and returns the answer's body."""
+async def embed(front: Front, record: Record, body: EmbeddingRequest) -> list[np.ndarray]:
+    """Runs a request and returns a vector, f32[D], for each of its texts."""
     front.check_model(body.model)
     record.user = body.user
     params, most = body.params(), front.engine().max_in_flight
@@ -59,34 +59,22 @@ async def embed(front: Front, record: Record, body: EmbeddingRequest) -> dict[st
     for text in body.input:
         await record.open(text, params, None, pooling=body.pooling or "last")
     await gather([stream.result() for stream in record.streams])
-    data: list[dict[str, Any]] = []
-    for index, stream in enumerate(record.streams):
+    vectors: list[np.ndarray] = []
+    for stream in record.streams:
         record.note(0, stream.choices[0].finish_reason)
         vector = embedding_of(stream, body.normalize is not False)
         if body.dimensions not in (None, len(vector)):
             raise InvalidRequest(
                 "dimensions", f"is {body.dimensions}; allowed: {len(vector)}, the model's own"
             )
-        data.append(
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": _written(vector, body.encoding_format),
-            }
-        )
-    tokens = record.usage().prompt_tokens
-    return {
-        "object": "list",
-        "model": front.model_name,
-        "data": data,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
+        vectors.append(vector)
+    return vectors
 
 
-def _written(vector: np.ndarray, form: str | None) -> Any:
-    if form == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return vector.tolist()
+def _written(index: int, vector: np.ndarray, form: str | None) -> dict[str, Any]:
+    plain = form != "base64"
+    value = vector.tolist() if plain else base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return {"object": "embedding", "index": index, "embedding": value}
 
 
 def add_routes(app: fastapi.FastAPI, front: Front) -> None:
@@ -96,7 +84,15 @@ def add_routes(app: fastapi.FastAPI, front: Front) -> None:
 
         async def work() -> Response:
             body = await read(request, EmbeddingRequest)
-            found = await while_connected(request.receive, embed(front, record, body))
-            return json_response(found)
+            vectors = await while_connected(request.receive, embed(front, record, body))
+            tokens = record.usage().prompt_tokens
+            return json_response(
+                {
+                    "object": "list",
+                    "model": front.model_name,
+                    "data": [_written(i, v, body.encoding_format) for i, v in enumerate(vectors)],
+                    "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+                }
+            )
 
         return await respond(record, work)

@@ -26,6 +26,10 @@ class RequestAborted(RuntimeError):
     """Somebody else ended the request, by the Abort call."""
 
 
+class Unauthenticated(Exception):
+    """The request brings no key, or a wrong one, to a server that wants one."""
+
+
 class HttpFailure(Exception):
     """A failure of HTTP itself: a body that is no JSON, an unknown path, a wrong method."""
 
@@ -36,7 +40,13 @@ class HttpFailure(Exception):
 
 
 GrpcCode = Literal[
-    "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "ABORTED", "INTERNAL"
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "UNAUTHENTICATED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "ABORTED",
+    "INTERNAL",
 ]
 
 
@@ -89,8 +99,11 @@ def describe(error: BaseException) -> Failure:
             return Failure(
                 400, "INVALID_ARGUMENT", "invalid_request_error", message, error.field, code
             )
+        case Unauthenticated():
+            code = "invalid_api_key"
+            return Failure(401, "UNAUTHENTICATED", "authentication_error", message, code=code)
         case HttpFailure():
-            kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+            kind = "invalid_request_error"
             return Failure(error.status, "INVALID_ARGUMENT", kind, message, code=error.code)
         case QueueFull():
             return Failure(

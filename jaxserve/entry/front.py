@@ -57,6 +57,7 @@ class Record:
         priority: int = 0,
         pooling: Pooling | None = None,
         until: Callable[[], Until] | None = None,
+        cache_salt: str = "",
     ) -> RequestStream:
         """Sends one of the request's prompts to the engine. Raises: what `Client.open` raises."""
         number = len(self.streams)
@@ -69,6 +70,7 @@ class Record:
             default_max_tokens=default_max_tokens,
             pooling=pooling,
             until=until,
+            cache_salt=cache_salt,
         )
         self.streams.append(stream)
         return stream
@@ -171,6 +173,8 @@ class Front:
         self.info: EngineInfo = client.info
         self.model_name = model_name
         self.started = int(time.time())
+        self.last_request = 0.0
+        """Unix seconds; 0: none came yet."""
         self.draining = False
         self._running: dict[str, Record] = {}
         self._idle = asyncio.Event()
@@ -179,6 +183,10 @@ class Front:
     @property
     def num_in_flight(self) -> int:
         return len(self._running)
+
+    @property
+    def uptime_s(self) -> float:
+        return time.time() - self.started
 
     def engine(self) -> Client:
         """The client, if it can serve. Raises: EngineDead while there is no engine, and once the
@@ -203,6 +211,7 @@ class Front:
         """
         if request_id is not None and request_id in self._running:
             raise InvalidRequest("request_id", f"{request_id!r} is in flight already")
+        self.last_request = time.time()
         record = Record(self, verb, request_id or f"{prefix}-{uuid.uuid4().hex}")
         self._running[record.request_id] = record
         self._idle.clear()

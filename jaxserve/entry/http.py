@@ -15,7 +15,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.entry import batches, embeddings, openapi, responses, sglang
 from jaxserve.entry import openai_answers as answers
 from jaxserve.entry import openai_schema as schema
-from jaxserve.entry.chat_format import ChatFormat, Message
+from jaxserve.entry.chat import prepare_chat
 from jaxserve.entry.failures import HttpFailure, describe
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.http_guard import guard
@@ -156,29 +156,9 @@ async def chat_job(
     front: Front, settings: ServerConfig, record: Record, body: schema.ChatRequest
 ) -> CompletionJob:
     """A chat request, with its prompt. Raises: InvalidRequest, EngineDead."""
-    engine = front.engine()
-    form = ChatFormat(
-        engine,
-        settings,
-        body.template_tools(),
-        body.chosen_tool(),
-        separates_reasoning=body.separate_reasoning is not False,
-        has_one_call=body.parallel_tool_calls is False,
-    )
-    params = form.adjust(body.sampling())
-    variables = {**body.template_variables(), **form.template}
-    prompt = await engine.chat_prompt(body.template_messages(), **variables)
-    parser, id_of_call = form.parsers(prompt), form.id_of_call
-
-    def message() -> Message:
-        return Message(
-            parser(),
-            id_of_call,
-            shows_reasoning=body.include_reasoning is not False,
-            has_one_call=body.parallel_tool_calls is False,
-        )
-
+    params = body.sampling()
+    prompt, params, message, until = await prepare_chat(front.engine(), settings, body, params)
     reply = answers.ChatCompletion(
         record.request_id, front.model_name, record.created, bool(body.stream), message
     )
-    return CompletionJob(record, reply, body, params, [prompt], form.until(prompt))
+    return CompletionJob(record, reply, body, params, [prompt], until)

@@ -245,7 +245,7 @@ class ChatCompletion(Completion):
         return {
             "message": message.body(),
             "logprobs": chat_logprobs(choice.logprobs),
-            "finish_reason": _finish_reason(choice.finish_reason, message),
+            "finish_reason": message.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
 
@@ -266,7 +266,7 @@ class ChatCompletion(Completion):
         logprobs = [chat_logprobs(delta.logprobs), *[None] * len(deltas)]
         chunks = [self._chunk(index, each, logprobs[i]) for i, each in enumerate(deltas)]
         if delta.finish_reason is not None:
-            reason = _finish_reason(delta.finish_reason, message)
+            reason = message.finish_reason(delta.finish_reason)
             more = {"stop_reason": delta.stop_reason}
             chunks.append(self._chunk(index, {}, None, reason, more))
         return chunks
@@ -287,10 +287,6 @@ class ChatCompletion(Completion):
             **(more or {}),
         }
         return {**self.envelope, "choices": [choice]}
-
-
-def _finish_reason(reason: str, message: Message) -> str:
-    return "tool_calls" if reason == "stop" and message.calls else reason
 
 
 def model_body(name: str, info: EngineInfo, created: int) -> dict[str, Any]:

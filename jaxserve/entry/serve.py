@@ -22,7 +22,7 @@ import uvloop
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.entry.client import Client
 from jaxserve.entry.front import Front
-from jaxserve.entry.grpc_server import GrpcServer
+from jaxserve.entry.grpc_server import GrpcServer, tls_credentials
 from jaxserve.entry.http import make_app
 from jaxserve.entry.progress import StartupDisplay
 from jaxserve.messages import Progress
@@ -130,8 +130,10 @@ class Server:
     async def run(self) -> int:
         """As `serve`."""
         with _signals(self.stop), bind(self._server.host, self._server.port) as http_socket:
+            self._server.all_api_keys()  # what can fail does so before the load
+            tls_credentials(self._server)
             if self._server.grpc_port:
-                bind(self._server.host, self._server.grpc_port).close()  # fail before the load
+                bind(self._server.host, self._server.grpc_port).close()
             client = await self._start_client()
             if client is None:
                 return 0
@@ -176,7 +178,7 @@ class Server:
         front = Front(client, self._name(client), logs_text=server.log_text)
         grpc_server = None
         if server.grpc_port is not None:
-            grpc_server = GrpcServer(front, server.host, server.grpc_port, server.max_body_bytes)
+            grpc_server = GrpcServer(front, server)
             await grpc_server.start()
         http_server = _Uvicorn(
             uvicorn.Config(
@@ -293,7 +295,8 @@ class Server:
         )
         self._tell(f"HTTP      http://{host}:{addresses.http_port}")
         if addresses.grpc_port is not None:
-            self._tell(f"gRPC      {host}:{addresses.grpc_port}")
+            tls = "" if self._server.grpc_tls_cert is None else " (TLS)"
+            self._tell(f"gRPC      {host}:{addresses.grpc_port}{tls}")
 
     def _tell(self, line: str) -> None:
         print(line, file=self._out, flush=True)

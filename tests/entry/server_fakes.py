@@ -72,6 +72,7 @@ class FakeEngine:
         self.ends = False
         self.step_s = 0.0
         self.cached = 0
+        self.num_flushes = 0
         self.running: dict[str, Running] = {}
         self.requests: list[Request] = []
         self.aborted: list[str] = []
@@ -101,6 +102,8 @@ class FakeEngine:
                 for request_id in request_ids:
                     if self.running.pop(request_id, None) is not None:
                         self.aborted.append(request_id)
+            case messages.FlushCache():
+                self.num_flushes += 1
             case messages.Shutdown():
                 self._task.cancel()
                 self._out.put_nowait(messages.Stopped())
@@ -236,6 +239,7 @@ def fake_client_maker(
     set_up: Callable[[FakeEngine], None],
     reply: str = REPLY,
     template: str = TEMPLATE,
+    defaults: SamplingParams | None = None,
     **info: Any,
 ) -> Any:
     tokenizer = byte_tokenizer(template)
@@ -248,7 +252,7 @@ def fake_client_maker(
             return engine
 
         def load_model(name: str) -> TextModel:
-            return TextModel("tiny", tokenizer, SamplingParams(), frozenset({257}))
+            return TextModel("tiny", tokenizer, defaults or SamplingParams(), frozenset({257}))
 
         return Client(
             config,
@@ -269,6 +273,7 @@ async def serving(
     template: str = TEMPLATE,
     max_queue: int = 8,
     embeddings: bool = False,
+    defaults: SamplingParams | None = None,
     info: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
@@ -278,7 +283,7 @@ async def serving(
     server = Server(
         EngineConfig(model="tiny", max_queue=max_queue, embeddings=embeddings),
         ServerConfig(**{"port": 0, "grpc_port": 0, "grace_s": 0.2, **settings}),
-        make_client=fake_client_maker(engines, set_up, reply, template, **(info or {})),
+        make_client=fake_client_maker(engines, set_up, reply, template, defaults, **(info or {})),
         out=out,
     )
     served = Served(server, engines, out)

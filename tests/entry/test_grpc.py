@@ -1,12 +1,15 @@
 """The gRPC server over a fake engine, on a loopback port."""
 
 import asyncio
+import json
+import logging
 import pathlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 import pytest_asyncio
 from google.protobuf import descriptor_pb2, descriptor_pool
@@ -14,9 +17,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server_fakes import REPLY, FakeEngine, Served, finish, serving, serving_grpc
 
+import jaxserve
 from jaxserve.entry.front import Front
-from jaxserve.entry.proto import generate, jaxserve_pb2_grpc
+from jaxserve.entry.grpc_io import STRUCTURES
+from jaxserve.entry.proto import generate, jaxserve_pb2_grpc, vllm_engine_pb2
 from jaxserve.entry.proto import jaxserve_pb2 as pb
+from jaxserve.entry.rate import RateMeter
+from jaxserve.types import SamplingParams
 
 METHOD = "/jaxserve.v1.Inference/Generate"
 
@@ -61,14 +68,26 @@ def test_generated_files_are_current(tmp_path: pathlib.Path):
     pool = descriptor_pool.DescriptorPool()
     for file in descriptor_pb2.FileDescriptorSet.FromString((tmp_path / "set").read_bytes()).file:
         pool.Add(file)  # pyright: ignore
-    current, generated = descriptor_pb2.FileDescriptorProto(), descriptor_pb2.FileDescriptorProto()
-    pool.FindFileByName("jaxserve.proto").CopyToProto(current)
-    pb.DESCRIPTOR.CopyToProto(generated)
-    for file in (current, generated):
-        for message in (m for top in file.message_type for m in (top, *top.nested_type)):
-            for field in message.field:
-                field.ClearField("json_name")  # kept by one of the two only
-    assert current == generated, "run `make proto`"
+    for descriptor in (pb.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR):
+        current, generated = (descriptor_pb2.FileDescriptorProto() for _ in range(2))
+        pool.FindFileByName(descriptor.name).CopyToProto(current)
+        descriptor.CopyToProto(generated)
+        for file in (current, generated):
+            for message in (m for top in file.message_type for m in (top, *top.nested_type)):
+                for field in message.field:
+                    field.ClearField("json_name")  # kept by one of the two only
+        assert current == generated, "run `make proto`"
+
+
+def test_sampling_has_the_python_parameters_under_their_names():
+    structures = set(STRUCTURES)
+    fields = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert structures < fields
+    python = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    assert fields - structures - {"bad_words_ids"} == python - {"grammar"}
+    for request in (pb.GenerateRequest, pb.ChatRequest):
+        options = {"priority", "cache_salt", "request_id"}  # of Client.open
+        assert options < {field.name for field in request.DESCRIPTOR.fields}
 
 
 async def test_generate_streams(stub, served: Served):
@@ -290,9 +309,102 @@ async def test_model_info_and_tokens(stub):
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_special_tokens_are_shown_when_asked_for(stub):
+    special = pb.DetokenizeRequest(token_ids=[ord("H"), 257], skip_special_tokens=False)
+    plain = pb.DetokenizeRequest(token_ids=[ord("H"), 257])
+    shown, hidden = [(await stub.Detokenize(one)).text for one in (special, plain)]
+    assert (len(hidden), shown) == (1, f"{hidden}</s>")
+    special = pb.TokenizeRequest(text="a", add_special_tokens=False)
+    assert len((await stub.Tokenize(special)).token_ids) == 1
+
+
+async def test_embeddings():
+    async with serving_grpc(embeddings=True) as (served, stub):
+        texts = pb.EmbedRequest(input=[pb.Prompt(text="abc"), pb.Prompt(text="d")], user="u")
+        answer = await stub.Embed(texts)
+        assert [list(one.values) for one in answer.embeddings] == [[1.0, 0.0]] * 2
+        assert (answer.usage.prompt_tokens, answer.request_id[:5]) == (4, "embd-")
+        tokens = [pb.Prompt(tokens=pb.TokenIds(ids=[5, 6, 7]))]
+        answer = await stub.Embed(pb.EmbedRequest(input=tokens, pooling="mean", dimensions=2))
+        assert list(answer.embeddings[0].values) == pytest.approx([0.6, 0.8])
+        raw = pb.EmbedRequest(input=tokens, normalize=False, truncate_prompt_tokens=2)
+        assert list((await stub.Embed(raw)).embeddings[0].values) == [2.0, 0.0]
+        mixed = [pb.Prompt(text="a"), *tokens]
+        for fields, words in (
+            ({"input": []}, "input"), ({"input": mixed}, "input"),
+            ({"input": [pb.Prompt()]}, "input[0]"),
+            ({"pooling": "max"}, "pooling"), ({"dimensions": 3}, "dimensions"),
+            ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+            ({"request_id": "a b"}, "request_id"),
+        ):  # fmt: skip
+            error = await refused(stub.Embed(pb.EmbedRequest(**{"input": tokens, **fields})))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert (error.details() or "").startswith(words)
+        await served.idle()
+        other = await refused(stub.Embed(pb.EmbedRequest(input=tokens, model="other")))
+        assert other.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_without_the_engines_support_embeddings_are_refused(stub):
+    error = await refused(stub.Embed(pb.EmbedRequest(input=[pb.Prompt(text="a")])))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_server_info_loads_and_flush(stub, served: Served):
+    served.engine.cached = 1
+    async for _ in stub.Generate(pb.GenerateRequest(text="abcd")):
+        pass
+    info = await stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (info.model, info.version, info.max_in_flight) == ("tiny", jaxserve.__version__, 12)
+    assert (info.num_in_flight, info.num_compiled) == (0, 2)
+    assert json.loads(info.config)["max_queue"] == 8
+    loads = await stub.GetLoads(pb.GetLoadsRequest())
+    assert (loads.num_running, loads.pages_total) == (0, 64)
+    assert (loads.prompt_tokens, loads.cached_tokens, loads.generated_tokens) == (4, 1, 16)
+    assert served.engine.num_flushes == 0
+    await stub.FlushCache(pb.FlushCacheRequest())
+    assert served.engine.num_flushes == 1
+
+
+async def test_salt_priority_and_user_go_where_they_should(stub, served: Served, caplog):
+    caplog.set_level(logging.INFO, "jaxserve.access")
+    request = pb.GenerateRequest(text="a", cache_salt="mine", user="somebody")
+    async for _ in stub.Generate(request):
+        pass
+    assert served.engine.requests[-1].cache_salt == "mine"
+    assert "user='somebody'" in caplog.text
+    error = await refused(stub.Generate(pb.GenerateRequest(text="a", priority=1)))
+    assert "policy" in (error.details() or "")
+
+
+async def test_abort_all(stub, served: Served):
+    served.engine.step_s = 0.01
+    sampling = pb.SamplingParams(max_tokens=200)
+    calls = [stub.Generate(pb.GenerateRequest(text="a", sampling=sampling)) for _ in range(3)]
+    for call in calls:
+        await call.read()
+    assert (await stub.Abort(pb.AbortRequest(abort_all=True))).aborted
+    for call in calls:
+        assert (await refused(call)).code() is grpc.StatusCode.ABORTED
+    assert not (await stub.Abort(pb.AbortRequest(abort_all=True))).aborted
+    for bad in (pb.AbortRequest(), pb.AbortRequest(request_id="a", abort_all=True)):
+        error = await refused(stub.Abort(bad))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_rate_is_of_the_last_seconds():
+    meter = RateMeter()
+    assert meter.rate(5.0, 7) == 0
+    for second in range(100):
+        meter.see(float(second), 10 * second)
+    assert meter.rate(100.0, 1000) == 10
+    assert meter.rate(105.0, 1000) == pytest.approx(50 / 10)  # since 95 s
+    assert meter.rate(200.0, 1000) == 0
+
+
 async def test_health_and_reflection(channel: grpc.aio.Channel):
     health: Any = health_pb2_grpc.HealthStub(channel)
-    for name in ("", "jaxserve.v1.Inference"):
+    for name in ("", "jaxserve.v1.Inference", "vllm.grpc.engine.VllmEngine"):
         answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     missing = await refused(health.Check(health_pb2.HealthCheckRequest(service="x")))

@@ -1,1 +1,1 @@
-"""The gRPC contract: jaxserve.proto and what is generated from it."""
+"""The gRPC contracts: the .proto files and what is generated from them."""

@@ -44,15 +44,10 @@ class InferenceStub:
                 request_serializer=jaxserve__pb2.ChatRequest.SerializeToString,
                 response_deserializer=jaxserve__pb2.GenerateResponse.FromString,
                 _registered_method=True)
-        self.Abort = channel.unary_unary(
-                '/jaxserve.v1.Inference/Abort',
-                request_serializer=jaxserve__pb2.AbortRequest.SerializeToString,
-                response_deserializer=jaxserve__pb2.AbortResponse.FromString,
-                _registered_method=True)
-        self.GetModelInfo = channel.unary_unary(
-                '/jaxserve.v1.Inference/GetModelInfo',
-                request_serializer=jaxserve__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=jaxserve__pb2.GetModelInfoResponse.FromString,
+        self.Embed = channel.unary_unary(
+                '/jaxserve.v1.Inference/Embed',
+                request_serializer=jaxserve__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=jaxserve__pb2.EmbedResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/jaxserve.v1.Inference/Tokenize',
@@ -63,6 +58,31 @@ class InferenceStub:
                 '/jaxserve.v1.Inference/Detokenize',
                 request_serializer=jaxserve__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=jaxserve__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.GetModelInfo = channel.unary_unary(
+                '/jaxserve.v1.Inference/GetModelInfo',
+                request_serializer=jaxserve__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=jaxserve__pb2.GetModelInfoResponse.FromString,
+                _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/jaxserve.v1.Inference/GetServerInfo',
+                request_serializer=jaxserve__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=jaxserve__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
+        self.GetLoads = channel.unary_unary(
+                '/jaxserve.v1.Inference/GetLoads',
+                request_serializer=jaxserve__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=jaxserve__pb2.GetLoadsResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/jaxserve.v1.Inference/Abort',
+                request_serializer=jaxserve__pb2.AbortRequest.SerializeToString,
+                response_deserializer=jaxserve__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/jaxserve.v1.Inference/FlushCache',
+                request_serializer=jaxserve__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=jaxserve__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
 
 
@@ -84,15 +104,9 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Abort(self, request, context):
-        """Ends a request of Generate or Chat; that call ends with ABORTED.
+    def Embed(self, request, context):
+        """A vector for each text. Served with --embeddings.
         """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetModelInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -105,6 +119,41 @@ class InferenceServicer:
 
     def Detokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetModelInfo(self, request, context):
+        """What is served: the model and the room that it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerInfo(self, request, context):
+        """How it is served: version, settings, how the start went.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoads(self, request, context):
+        """What runs and waits now, and the engine's counters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends requests, of gRPC or HTTP; their calls end with ABORTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Drops every cached prefix that no running request uses.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -122,15 +171,10 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=jaxserve__pb2.ChatRequest.FromString,
                     response_serializer=jaxserve__pb2.GenerateResponse.SerializeToString,
             ),
-            'Abort': grpc.unary_unary_rpc_method_handler(
-                    servicer.Abort,
-                    request_deserializer=jaxserve__pb2.AbortRequest.FromString,
-                    response_serializer=jaxserve__pb2.AbortResponse.SerializeToString,
-            ),
-            'GetModelInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetModelInfo,
-                    request_deserializer=jaxserve__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=jaxserve__pb2.GetModelInfoResponse.SerializeToString,
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=jaxserve__pb2.EmbedRequest.FromString,
+                    response_serializer=jaxserve__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -141,6 +185,31 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=jaxserve__pb2.DetokenizeRequest.FromString,
                     response_serializer=jaxserve__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetModelInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModelInfo,
+                    request_deserializer=jaxserve__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=jaxserve__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=jaxserve__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=jaxserve__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetLoads': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoads,
+                    request_deserializer=jaxserve__pb2.GetLoadsRequest.FromString,
+                    response_serializer=jaxserve__pb2.GetLoadsResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=jaxserve__pb2.AbortRequest.FromString,
+                    response_serializer=jaxserve__pb2.AbortResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=jaxserve__pb2.FlushCacheRequest.FromString,
+                    response_serializer=jaxserve__pb2.FlushCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -208,7 +277,7 @@ class Inference:
             _registered_method=True)
 
     @staticmethod
-    def Abort(request,
+    def Embed(request,
             target,
             options=(),
             channel_credentials=None,
@@ -221,36 +290,9 @@ class Inference:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/jaxserve.v1.Inference/Abort',
-            jaxserve__pb2.AbortRequest.SerializeToString,
-            jaxserve__pb2.AbortResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetModelInfo(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/jaxserve.v1.Inference/GetModelInfo',
-            jaxserve__pb2.GetModelInfoRequest.SerializeToString,
-            jaxserve__pb2.GetModelInfoResponse.FromString,
+            '/jaxserve.v1.Inference/Embed',
+            jaxserve__pb2.EmbedRequest.SerializeToString,
+            jaxserve__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -305,6 +347,141 @@ class Inference:
             '/jaxserve.v1.Inference/Detokenize',
             jaxserve__pb2.DetokenizeRequest.SerializeToString,
             jaxserve__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModelInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/GetModelInfo',
+            jaxserve__pb2.GetModelInfoRequest.SerializeToString,
+            jaxserve__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/GetServerInfo',
+            jaxserve__pb2.GetServerInfoRequest.SerializeToString,
+            jaxserve__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/GetLoads',
+            jaxserve__pb2.GetLoadsRequest.SerializeToString,
+            jaxserve__pb2.GetLoadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/Abort',
+            jaxserve__pb2.AbortRequest.SerializeToString,
+            jaxserve__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Inference/FlushCache',
+            jaxserve__pb2.FlushCacheRequest.SerializeToString,
+            jaxserve__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
