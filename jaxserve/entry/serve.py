@@ -147,7 +147,7 @@ class Server:
             client = self._make_client(self._config, self.metrics, display.show)
             try:
                 if await self._unless_stopped(client.start()):
-                    self.metrics.serve(self._name(client), client.stats)
+                    self.metrics.serve(self._name(client), client.stats, client.info)
                     return client
             except BaseException:
                 await client.close()
