@@ -23,6 +23,7 @@ from jaxserve.entry.failures import Failure, describe
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.openai_schema import COMPLETION_MAX_TOKENS, ChatMessage, sampling_params
 from jaxserve.entry.proto import jaxserve_pb2 as pb
+from jaxserve.entry.tracing import trace_context
 from jaxserve.types import ChosenLogprob, Delta, Grammar, InvalidRequest, SamplingParams
 
 log = logging.getLogger("jaxserve.grpc")
@@ -206,6 +207,7 @@ class Inference:
                 "request_id", "allowed: 1 to 128 letters, digits and punctuation of ASCII"
             )
         record = self._front.begin(verb, prefix, request_id)
+        record.trace_context = trace_context(context.invocation_metadata() or ())
         try:
             async for delta in await start(record):
                 record.note(len(delta.token_ids), delta.finish_reason)
