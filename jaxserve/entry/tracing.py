@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from jaxserve.entry.front import Record
 
-CLOSE_S = 3.0
-"""How long the last spans may take to be sent when the server ends."""
+SEND_S = 3.0
+"""How long a batch of spans may take to be sent, tries included; at the server's end too."""
 CONTEXT_HEADERS = ("traceparent", "tracestate")
 """W3C Trace Context."""
 OPERATIONS = {
@@ -76,7 +76,7 @@ class Tracer:
             resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
         self._provider.add_span_processor(
-            BatchSpanProcessor(OTLPSpanExporter(endpoint))
+            BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=SEND_S))
             if exporter is None
             else SimpleSpanProcessor(exporter)
         )
@@ -115,7 +115,7 @@ class Tracer:
     async def close(self) -> None:
         """Sends what is left, for a few seconds at most."""
         closing = asyncio.to_thread(self._provider.shutdown)
-        await asyncio.wait([asyncio.ensure_future(closing)], timeout=CLOSE_S)
+        await asyncio.wait([asyncio.ensure_future(closing)], timeout=SEND_S)
 
 
 def _protocol(verb: str, status: str) -> dict[str, str | int]:
