@@ -90,7 +90,7 @@ def prefixes(state: EngineState, text: Callable[[Sequence[int]], str] | None) ->
             last = below[0]
             token_ids += last.token_ids
             pages += 1
-        run = {
+        run: dict[str, Any] = {
             "id": first.page,
             "above": above,
             "pages": pages,

@@ -319,7 +319,7 @@ function tile(name, value) {
 }
 
 function share(part, whole) {
-  return whole ? `${(100 * part / whole).toFixed(1)} %` : "–";
+  return whole ? `${(100 * part / whole).toFixed(1)}\u00a0%` : "–";
 }
 
 function showEngine(state) {
@@ -422,10 +422,9 @@ function showQueue(sequences, stats) {
 
 function showPrefixes(prefixes, stats) {
   const shown = prefixes.runs.reduce((sum, run) => sum + run.pages, 0);
-  $("prefix-text").textContent = prefixes.pages
-    ? `${number.format(prefixes.pages)} pages in the tree; shown: the ${number.format(shown)} `
-      + "most often found by later requests"
-    : "Empty";
+  const part = shown < prefixes.pages
+    ? `; shown: the ${number.format(shown)} most often found by later requests` : "";
+  $("prefix-text").textContent = `${count(prefixes.pages, "page")} in the tree${part}`;
   const most = Math.max(1, ...prefixes.runs.map((run) => run.pages));
   const lists = new Map([[0, element("ul")]]);
   for (const run of prefixes.runs) {
