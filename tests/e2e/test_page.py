@@ -108,6 +108,7 @@ async def look(page, name: str) -> None:
 
 
 async def open_settings(page) -> None:
+    await page.wait_for_selector("#control-priority", state="attached")
     await page.evaluate("document.querySelectorAll('details').forEach((d) => d.open = true)")
 
 

@@ -103,6 +103,8 @@ async function buildControls() {
   }
 }
 
+const built = buildControls().catch(showError);
+
 function resetControls() {
   for (const control of controls) $(`control-${control.name}`).value = control.value ?? "";
   $("system").value = "";
@@ -295,6 +297,7 @@ function showError(error) {
 }
 
 async function submit() {
+  await built;
   const text = $("prompt").value;
   if (running || !text.trim()) return;
   showError(null);
@@ -496,5 +499,4 @@ $("key-form").addEventListener("submit", (event) => {
   sessionStorage.setItem("key", $("key").value);
   showError(null);
 });
-await buildControls();
 poll();
