@@ -23,7 +23,7 @@ SEQUENCES_SHOWN = 32
 """Of those running, and of those waiting, in an EngineState."""
 PAGES_SHOWN = 256
 ID_CHARACTERS = 16
-"""Of a request's id in an EngineState."""
+"""Of a request's id in an EngineState, and never more than half of it."""
 
 
 type Kept = tuple[Literal["decode", "mixed"], float, float, float | None, int, int]
@@ -88,8 +88,9 @@ class Recorder:
 
 
 def _describe(sequence: Sequence, now_s: float, compiles: bool) -> SequenceRecord:
+    request_id = sequence.request.request_id
     return SequenceRecord(
-        request_id=sequence.request.request_id[:ID_CHARACTERS],
+        request_id=request_id[: min(ID_CHARACTERS, len(request_id) // 2)],
         status="compiling" if compiles else "running" if sequence.slot >= 0 else "waiting",
         age_s=max(0.0, now_s - sequence.request.arrival_s),
         num_prompt=sequence.num_prompt,

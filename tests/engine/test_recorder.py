@@ -97,8 +97,9 @@ def test_admissions_are_told_once_with_the_time_waited(driver):
 
 
 def test_a_look_shows_who_runs_and_waits(driver):
-    for i in range(6):
-        driver.submit(PROMPT[i:], request_id=f"{i}-{'x' * 40}", max_tokens=20)
+    names = ["short", *(f"{i}-{'x' * 40}" for i in range(5))]
+    for name in names:
+        driver.submit(PROMPT, request_id=name, max_tokens=20)
     driver.step()
     driver.step()
     state = look(driver)
@@ -106,7 +107,8 @@ def test_a_look_shows_who_runs_and_waits(driver):
     first = state.sequences[0]
     assert (first.status, first.num_prompt, first.max_tokens) == ("running", 40, 20)
     assert first.num_pages == -(-first.num_computed // 8)
-    assert all(len(s.request_id) <= ID_CHARACTERS for s in state.sequences)
+    shown = ["sh", *(name[:ID_CHARACTERS] for name in names[1:])]
+    assert [s.request_id for s in state.sequences] == shown, "too little of each to end it"
     driver.finish()
     assert look(driver).sequences == []
 
