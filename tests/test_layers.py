@@ -118,8 +118,8 @@ def test_imports_point_downward(name, path):
 
 
 def test_code_that_steps_are_traced_from_is_part_of_what_kept_programs_are_found_by():
-    # of what the runner imports, these decide what is sent to a step, not what a step is
-    others = {"checkpoints", "jaxserve.scheduler.sequence"}
+    # of what the runner imports, these decide what is sent to a step or told of it, not what it is
+    others = {"checkpoints", "jaxserve.observation", "jaxserve.scheduler.sequence"}
     paths, waiting = dict(modules()), ["jaxserve.execution.runner"]
     missing = set()
     while waiting:

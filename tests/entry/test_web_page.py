@@ -6,7 +6,8 @@ import pytest
 from server_fakes import serving_http
 
 from jaxserve.entry import web_page
-from jaxserve.entry.openai_schema import ChatRequest, parse
+from jaxserve.entry.body_fields import parse
+from jaxserve.entry.openai_schema import ChatRequest
 from jaxserve.observation import EngineState, PrefixNode, SequenceRecord, StepRecord
 from jaxserve.types import SamplingParams
 
