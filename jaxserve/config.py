@@ -213,6 +213,11 @@ class ServerConfig:
     log_text: bool = setting(
         False, "put prompts and answers of requests in the log, which holds none otherwise"
     )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "URL that takes OpenTelemetry's traces (OTLP over HTTP), a span for each request; "
+        "needs jaxserve[otel]",
+    )
     api_key: tuple[str, ...] = setting(
         (),
         "a key that HTTP requests and gRPC calls must bring, as Authorization: Bearer KEY; "

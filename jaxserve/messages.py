@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from jaxserve.observation import EngineState
 from jaxserve.types import EngineInfo, EngineStats, Request, TokenOutput
 
 
@@ -47,6 +48,10 @@ class FlushCache(msgspec.Struct, frozen=True, tag=True):
     """Drops every cached prefix that no running sequence uses."""
 
 
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the engine's State."""
+
+
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """A line of what start-up is doing; `done` of `total` where it counts something."""
 
@@ -61,10 +66,17 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What a step brought, and the counters after it."""
+    """What a step brought."""
 
     outputs: list[TokenOutput]
-    stats: EngineStats
+    stats: EngineStats | None = None
+    """The counters after it: now and then, and always when nothing is left to do."""
+    admitted: list[tuple[str, float]] = []
+    """Requests that it was the first step of, and the seconds they had waited for it."""
+
+
+class State(msgspec.Struct, frozen=True, tag=True):
+    state: EngineState
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -79,8 +91,8 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     """The engine has ended as it was asked to; nothing comes after this."""
 
 
-ToEngine = Vocabulary | Submit | Abort | Shutdown | FlushCache
-FromEngine = Progress | Ready | Outputs | Fatal | Stopped
+ToEngine = Vocabulary | Submit | Abort | Shutdown | FlushCache | Inspect
+FromEngine = Progress | Ready | Outputs | State | Fatal | Stopped
 
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -13,6 +13,13 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 import msgspec
 
+from jaxserve.observation import (
+    Histogram,
+    compile_histogram,
+    host_histogram,
+    token_histogram,
+)
+
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 """Of all stop strings of a request together."""
@@ -574,7 +581,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     """Of the request's `token_ids_logprob`."""
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step did for one request, as it travels from the engine.
 
     One with no tokens and no finish_reason says that the request's grammar is compiled.
@@ -606,6 +613,17 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+
+class RequestTimes(NamedTuple):
+    """How a request went, in seconds since its arrival."""
+
+    total_s: float
+    queue_s: float | None
+    """Until a step first computed something of it; None: none did, or it is a search."""
+    first_token_s: float | None
+    longest: int
+    """Tokens of its longest choice."""
 
 
 class ChosenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -754,17 +772,33 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0
     """Tokens that went through the model, recomputed ones included."""
     generated_tokens: int = 0
+    evicted_pages: int = 0
+    """Pages that the prefix cache gave up."""
+    num_corrupted: int = 0
+    """Requests ended because the model's output was no number."""
     num_runtime_compiles: int = 0
     """Compilations after start-up: always 0, or it's a fault."""
+    runtime_compile_s: float = 0.0
+    """Seconds that they took."""
+    step_seconds: dict[str, Histogram] = {}
+    """How long steps took, by kind."""
+    host_gap_seconds: Histogram = msgspec.field(default_factory=host_histogram)
+    """What the host did between two waits for the device."""
+    step_tokens: Histogram = msgspec.field(default_factory=token_histogram)
+    """How many tokens steps computed."""
     buckets: tuple[BucketStats, ...] = ()
     """Of the step shapes that were used."""
     num_forced_tokens: int = 0
     """Of generated_tokens, those that a grammar left no choice and that no step was run for."""
-    num_grammars: int = 0
-    """Grammars compiled, failed ones included."""
+    num_grammar_requests: int = 0
+    """Requests that had a grammar."""
+    num_grammars_compiling: int = 0
+    """Requests that wait for their grammar now."""
     num_grammar_hits: int = 0
     """Requests whose grammar was compiled already, or was being compiled."""
     num_grammar_failures: int = 0
-    """Requests refused because of their grammar."""
-    grammar_compile_s: float = 0.0
-    """Seconds that compiling grammars took, all together."""
+    """Requests refused because of their grammar, those of `num_grammar_timeouts` included."""
+    num_grammar_timeouts: int = 0
+    """Requests whose grammar took too long to compile."""
+    grammar_compile_seconds: Histogram = msgspec.field(default_factory=compile_histogram)
+    """How long grammars took to compile, failed ones included."""

@@ -16,12 +16,13 @@ ALLOWED = {
     "pallas_kernels": {"pallas_kernels"},
     "sharding": {"sharding"},
     "checkpoints": {"checkpoints", "sharding", "jaxserve.types", "jaxserve.config"},
-    "jaxserve.types": set(),
+    "jaxserve.observation": set(),
+    "jaxserve.types": {"jaxserve.observation"},
     "jaxserve.config": {"jaxserve.types"},
-    "jaxserve.messages": {"jaxserve.types"},
-    "jaxserve.metrics": {"jaxserve.types"},
+    "jaxserve.messages": {"jaxserve.types", "jaxserve.observation"},
+    "jaxserve.metrics": {"jaxserve.types", "jaxserve.observation"},
     "jaxserve.scheduler": {"jaxserve.scheduler", "jaxserve.memory", "jaxserve.types"},
-    "jaxserve.memory": {"jaxserve.memory", "jaxserve.types"},
+    "jaxserve.memory": {"jaxserve.memory", "jaxserve.observation", "jaxserve.types"},
     "jaxserve.layers": {"jaxserve.layers", "pallas_kernels", "sharding"},
     "jaxserve.models": {
         "jaxserve.models", "jaxserve.layers", "jaxserve.types", "checkpoints.rules", "sharding",
@@ -31,21 +32,24 @@ ALLOWED = {
         "jaxserve.types", "pallas_kernels", "sharding", "checkpoints",
     },
     "jaxserve.constrained": {
-        "jaxserve.constrained", "jaxserve.scheduler.sequence", "jaxserve.types",
+        "jaxserve.constrained", "jaxserve.scheduler.sequence", "jaxserve.observation",
+        "jaxserve.types",
     },
     "jaxserve.engine": {
         "jaxserve.engine", "jaxserve.constrained", "jaxserve.execution", "jaxserve.models",
         "jaxserve.memory", "jaxserve.scheduler", "jaxserve.messages", "jaxserve.config",
-        "jaxserve.types", "pallas_kernels", "sharding", "checkpoints",
+        "jaxserve.observation", "jaxserve.types", "pallas_kernels", "sharding", "checkpoints",
     },
     "jaxserve.entry": {
         "jaxserve", "jaxserve.entry", "jaxserve.engine.process", "jaxserve.messages",
-        "jaxserve.config", "jaxserve.types", "jaxserve.metrics", "checkpoints",
+        "jaxserve.config", "jaxserve.types", "jaxserve.metrics", "jaxserve.observation",
+        "checkpoints",
     },
 }  # fmt: skip
 
 JAX_FREE = [
     "jaxserve.types", "jaxserve.config", "jaxserve.messages", "jaxserve.metrics",
+    "jaxserve.observation", "jaxserve.engine.recorder",
     "jaxserve.scheduler.scheduler", "jaxserve.memory.page_pool", "jaxserve.memory.radix_cache",
     "jaxserve.constrained.compiler",
     "jaxserve.engine.process", "jaxserve.entry.cli", "jaxserve.entry.client", "jaxserve.entry.llm",
@@ -114,8 +118,8 @@ def test_imports_point_downward(name, path):
 
 
 def test_code_that_steps_are_traced_from_is_part_of_what_kept_programs_are_found_by():
-    # of what the runner imports, these decide what is sent to a step, not what a step is
-    others = {"checkpoints", "jaxserve.scheduler.sequence"}
+    # of what the runner imports, these decide what is sent to a step or told of it, not what it is
+    others = {"checkpoints", "jaxserve.observation", "jaxserve.scheduler.sequence"}
     paths, waiting = dict(modules()), ["jaxserve.execution.runner"]
     missing = set()
     while waiting:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.constrained.matcher import LlguidanceMatcher, find_end, short_message
 from jaxserve.constrained.source import GrammarError, to_llguidance
 from jaxserve.constrained.vocabulary import Vocabulary
+from jaxserve.observation import compile_histogram
 from jaxserve.scheduler.sequence import Batch
 from jaxserve.types import Grammar, InvalidRequest, TokenSampling
 
@@ -57,6 +58,7 @@ class Job:
         field, owner = self._grammar.field, self._owner
         try:
             if not self._future.done():
+                owner.num_timeouts += 1
                 raise GrammarError(f"takes longer than {owner.timeout_s:g} s to compile")
             compiled = self._future.result()
         except GrammarError as error:
@@ -88,10 +90,11 @@ class Grammars:
     def __init__(self, vocab_size: int, timeout_s: float):
         """`timeout_s`: how long a request waits for its grammar, other ones before it included."""
         self.timeout_s = timeout_s
-        self.num_compiled = 0
+        self.num_requests = 0
         self.num_hits = 0
         self.num_failures = 0
-        self.compile_s = 0.0
+        self.num_timeouts = 0
+        self.compile_seconds = compile_histogram()
         self._vocab_size = vocab_size
         self._threads = concurrent.futures.ThreadPoolExecutor(
             NUM_THREADS, thread_name_prefix="jaxserve-grammar"
@@ -111,6 +114,7 @@ class Grammars:
 
     def compile(self, grammar: Grammar) -> Job:
         """Begins to compile a grammar, unless it's there or under way."""
+        self.num_requests += 1
         key = (grammar.kind, grammar.text)
         future = self._cache.get(key)
         if future is None or future.cancelled():
@@ -131,8 +135,7 @@ class Grammars:
             return Compiled(grammar, vocabulary)
         finally:
             with self._counting:
-                self.num_compiled += 1
-                self.compile_s += time.monotonic() - started_s
+                self.compile_seconds.observe(time.monotonic() - started_s)
 
     def masks(self, batch: Batch, num_rows: int) -> np.ndarray | None:
         """What each row of a step may sample, u32[num_rows, ceil(V/32)] with bit v%32 of word v//32

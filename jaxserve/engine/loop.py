@@ -18,6 +18,7 @@ import msgspec
 from jaxserve import messages
 from jaxserve.constrained.compiler import Grammars, Job
 from jaxserve.engine.pooling import PooledParts
+from jaxserve.engine.recorder import Recorder
 from jaxserve.execution.runner import Collected, Pending, Runner
 from jaxserve.execution.sampling import NONE_ALLOWED, NOT_A_NUMBER
 from jaxserve.scheduler.scheduler import Scheduler
@@ -32,6 +33,9 @@ FAULTS = {
 
 FORBIDDING = ("allowed_token_ids", "bad_words", "no_repeat_ngram_size", "min_tokens", "logit_bias")
 """Options that forbid tokens, the likeliest to have forbidden all of them first."""
+
+STATS_INTERVAL_S = 0.05
+"""How often a busy engine tells its counters."""
 
 COMPILE_POLL_S = 0.001
 """How long to wait for messages when nothing can run but what waits for its grammar."""
@@ -76,6 +80,11 @@ class Engine:
         """Those in line whose grammar isn't compiled yet."""
         self._overlap = overlap
         self._pending: Pending | None = None
+        self._sent_s = 0.0
+        """When that was sent."""
+        self._recorder = Recorder()
+        self._stats_due_s = 0.0
+        self._num_corrupted = 0
         self._stop_at_s: float | None = None
         """After a Shutdown: when whatever still runs is ended."""
         self._told: list[TokenOutput] = []
@@ -83,8 +92,11 @@ class Engine:
 
     def run(self) -> None:
         while not self._is_over():
-            for message in self._link.receive(self._patience()):
+            patience_s = self._patience()
+            for message in self._link.receive(patience_s):
                 self._handle(message)
+            if patience_s != 0:
+                self._recorder.pause()
             self.step()
         self._abandon()
         self._grammars.close()
@@ -96,6 +108,7 @@ class Engine:
         if self._compiling:
             self._take_compiled()
         batch = self._scheduler.schedule()
+        sent_s = time.monotonic()
         logits = None
         if batch is not None:
             logits = self._runner.forward(batch)
@@ -103,18 +116,28 @@ class Engine:
         if batch is not None and logits is not None:
             masks = self._grammars.masks(batch, logits.shape[0])
             self._pending = self._runner.sample(batch, logits, masks)
+            self._sent_s = sent_s
             if not self._overlap:
                 self._read_pending()
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(
             self._scheduler.stats(),
+            num_corrupted=self._num_corrupted,
             num_runtime_compiles=self._runner.num_runtime_compiles,
+            runtime_compile_s=self._runner.runtime_compile_s,
+            step_seconds={
+                kind: seconds.copy() for kind, seconds in self._recorder.step_seconds.items()
+            },
+            host_gap_seconds=self._recorder.host_gap_seconds.copy(),
+            step_tokens=self._recorder.step_tokens.copy(),
             buckets=self._runner.bucket_stats,
-            num_grammars=self._grammars.num_compiled,
+            num_grammar_requests=self._grammars.num_requests,
+            num_grammars_compiling=len(self._compiling),
             num_grammar_hits=self._grammars.num_hits,
             num_grammar_failures=self._grammars.num_failures,
-            grammar_compile_s=self._grammars.compile_s,
+            num_grammar_timeouts=self._grammars.num_timeouts,
+            grammar_compile_seconds=self._grammars.compile_seconds.copy(),
         )
 
     def _take_compiled(self) -> None:
@@ -140,9 +163,15 @@ class Engine:
     def _read_pending(self) -> None:
         """Commits the tokens of the step in flight, if any, and sends them."""
         outputs: list[TokenOutput] = []
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
+        admitted: list[tuple[str, float]] = []
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            wait_s = time.monotonic()
             collected = self._runner.collect(pending)
+            self._recorder.record(pending.batch, self._sent_s, wait_s)
+            for sequence in pending.batch.admitted:
+                request = sequence.request
+                admitted.append((request.request_id, max(0.0, self._sent_s - request.arrival_s)))
             outputs += self._prompt_outputs(pending, collected)
             for row, last, total in collected.pooled:
                 parts = row.sequence.pooled = row.sequence.pooled or PooledParts()
@@ -151,7 +180,9 @@ class Engine:
                 sequence = committed.sequence
                 logprobs = collected.logprobs[committed.index]
                 if committed.finish_reason == "error":
-                    reason, field = _fault(sequence, collected.tokens[committed.index])
+                    token = collected.tokens[committed.index]
+                    self._num_corrupted += token == NOT_A_NUMBER
+                    reason, field = _fault(sequence, token)
                     self._refuse(sequence.request.request_id, reason, field)
                     continue
                 outputs.append(
@@ -166,8 +197,14 @@ class Engine:
                 )
         outputs += self._told
         self._told = []
-        if outputs:
-            self._link.send(messages.Outputs(outputs, self.stats()))
+        idle, now_s = not self._scheduler.has_work, time.monotonic()
+        is_due = now_s >= self._stats_due_s
+        if outputs or admitted or is_due or (idle and pending is not None):
+            stats = None
+            if is_due or idle:
+                stats = self.stats()
+                self._stats_due_s = now_s + STATS_INTERVAL_S
+            self._link.send(messages.Outputs(outputs, stats, admitted))
 
     def _prompt_outputs(self, pending: Pending, collected: Collected) -> list[TokenOutput]:
         """The log-probabilities of prompts that a step brought, one output a request."""
@@ -213,6 +250,10 @@ class Engine:
                     )
             case messages.FlushCache():
                 self._scheduler.flush_cache()
+            case messages.Inspect():
+                compiling = [sequence for sequence, _ in self._compiling]
+                state = self._recorder.state(self._scheduler, compiling, self._runner.buckets)
+                self._link.send(messages.State(state))
             case messages.Shutdown(grace_s):
                 self._stop_at_s = time.monotonic() + grace_s
 

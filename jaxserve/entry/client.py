@@ -18,6 +18,7 @@ from jaxserve import messages
 from jaxserve.config import EngineConfig
 from jaxserve.entry import search
 from jaxserve.entry.detokenizer import Detokenizer, StopAutomaton
+from jaxserve.entry.engine_view import EngineView
 from jaxserve.entry.inputs import (
     Messages,
     Prompt,
@@ -44,6 +45,7 @@ from jaxserve.entry.request_stream import (
 from jaxserve.entry.stop_patterns import compile_patterns
 from jaxserve.entry.text_model import TextModel, load_text_model
 from jaxserve.entry.tokenizer import LONG_TEXT, Tokenizer
+from jaxserve.observation import EngineState
 from jaxserve.types import (
     CheckpointError,
     ConfigError,
@@ -143,6 +145,7 @@ class Client:
         self._choices: dict[str, ChoiceState] = {}
         """In flight, by wire id."""
         self._streams: dict[str, RequestStream] = {}
+        self._view = EngineView(self._ask_state)
         self._room = asyncio.Event()
         self._death: str | None = None
         self._died = asyncio.Event()
@@ -314,6 +317,16 @@ class Client:
         """Tokens, over the last seconds."""
         return self._generated.rate(time.monotonic(), self._stats.generated_tokens)
 
+    async def state(self) -> EngineState:
+        """A look into the engine, at most EngineView.MAX_AGE_S old. Raises: EngineDead."""
+        await self.start()
+        return await self._view.get()
+
+    def _ask_state(self) -> None:
+        self._check_alive()
+        assert self._handle is not None
+        self._handle.client_end.send(messages.Inspect())
+
     def health(self) -> None:
         """Raises: EngineDead, saying why, unless the engine is ready and running."""
         self._check_alive()
@@ -469,6 +482,7 @@ class Client:
         # A request with more choices than the limit may still run alone.
         while queue != "pass" and self._choices and len(self._choices) + width > self.max_in_flight:
             if queue == "refuse":
+                self._observer.on_refused()
                 raise QueueFull(self.max_in_flight)
             self._room.clear()
             await self._room.wait()
@@ -502,7 +516,7 @@ class Client:
             stream.choices.append(choice)
             self._choices[wire_id] = choice
         self._streams[request_id] = stream
-        observer.on_request_start(len(token_ids), params.n)
+        observer.on_request_start(len(token_ids), params)
         if search.is_search(params):
             options = {"priority": priority, "cache_salt": cache_salt}
             stream.search = asyncio.ensure_future(self._search(stream, sampling, options))
@@ -679,7 +693,12 @@ class Client:
             while True:
                 match await client_end.receive():
                     case messages.Outputs() as message:
-                        self._stats = message.stats
+                        if message.stats is not None:
+                            self._stats = message.stats
+                        for request_id, queue_s in message.admitted:
+                            choice = self._choices.get(request_id)
+                            if choice is not None and choice.stream.queue_s is None:
+                                choice.stream.queue_s = queue_s
                         now_s = time.monotonic()
                         self._generated.see(now_s, self._stats.generated_tokens)
                         for output in message.outputs:
@@ -688,6 +707,8 @@ class Client:
                                 self._accept(choice, output, now_s)
                         # Receiving what is there already does not give up the loop.
                         await asyncio.sleep(0)
+                    case messages.State() as message:
+                        self._view.deliver(message.state)
                     case messages.Fatal() as message:
                         self._die(f"the engine died: {message.error}")
                         return
@@ -752,9 +773,7 @@ class Client:
             del self._streams[stream.request_id]
             reason = stream.choices[0].finish_reason
             assert reason is not None
-            stream.observer.on_request_finish(
-                reason, stream.usage(), time.monotonic() - stream.arrival_s
-            )
+            stream.observer.on_request_finish(reason, stream.usage(), stream.times())
             request_log.info("%s", stream.log_line())
 
     def _break_off(self, stream: RequestStream) -> None:
@@ -796,6 +815,7 @@ class Client:
             log.error("%s", reason)
         for stream in list(self._streams.values()):
             self._fail(stream, EngineDead(reason))
+        self._view.fail(EngineDead(reason))
         self._room.set()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxserve.entry.client import Client, Prompt, RequestStream, Until
 from jaxserve.entry.failures import Failure, RequestAborted, describe
+from jaxserve.entry.tracing import Tracer
 from jaxserve.types import (
     EngineDead,
     EngineInfo,
@@ -42,6 +43,8 @@ class Record:
         """Whom the request says that it is for."""
         self.client_id = ""
         """The client's own name for the request (X-Request-Id)."""
+        self.trace_context: dict[str, str] = {}
+        """Which trace it belongs to, as its headers say."""
         self.streams: list[RequestStream] = []
         self.finish_reasons: list[FinishReason] = []
         self._front = front
@@ -112,6 +115,8 @@ class Record:
             return
         self._ended = True
         self._front.forget(self)
+        if self._front.tracer is not None:
+            self._front.tracer.trace(self, status, failure)
         fields: dict[str, Any] = {}
         if self.client_id:
             fields["client_id"] = self.client_id
@@ -149,6 +154,10 @@ class Record:
         return {"prompts": prompts, "texts": [stream.texts() for stream in self.streams]}
 
     @property
+    def model_name(self) -> str:
+        return self._front.model_name
+
+    @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._arrival_s
 
@@ -166,10 +175,18 @@ class Record:
 class Front:
     """The engine's client as the servers see it. `client` is None while the engine starts anew."""
 
-    def __init__(self, client: Client, model_name: str, *, logs_text: bool = False):
+    def __init__(
+        self,
+        client: Client,
+        model_name: str,
+        *,
+        logs_text: bool = False,
+        tracer: Tracer | None = None,
+    ):
         """`logs_text`: each request's line in the log has its prompt and answers."""
         self.client: Client | None = client
         self.logs_text = logs_text
+        self.tracer = tracer
         self.info: EngineInfo = client.info
         self.model_name = model_name
         self.started = int(time.time())

@@ -20,6 +20,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxserve.entry.failures import Failure, describe
 from jaxserve.entry.front import Front, Record
+from jaxserve.entry.tracing import trace_context
 from jaxserve.types import Grammar, InvalidRequest
 
 log = logging.getLogger("jaxserve.grpc")
@@ -136,6 +137,7 @@ async def recorded(
             "request_id", "allowed: 1 to 128 letters, digits and punctuation of ASCII"
         )
     record = front.begin(verb, prefix, request_id)
+    record.trace_context = trace_context(context.invocation_metadata() or ())
     try:
         yield record
         record.end("OK")

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from jaxserve.config import ServerConfig
-from jaxserve.entry import batches, embeddings, openapi, responses, sglang
+from jaxserve.entry import batches, embeddings, openapi, responses, sglang, web_page
 from jaxserve.entry import openai_answers as answers
 from jaxserve.entry import openai_schema as schema
 from jaxserve.entry.chat import prepare_chat
@@ -144,6 +144,7 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
     responses.add_routes(app, front, settings)
     batches.add_routes(app, front, settings)
     sglang.add_routes(app, front)
+    web_page.add_routes(app, front)
     return guard(
         app,
         max_body_bytes=settings.max_body_bytes,

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxserve.entry import web_page
 from jaxserve.entry.api_keys import ApiKeys
 from jaxserve.entry.failures import HttpFailure, Unauthenticated, describe
 from jaxserve.entry.http_io import failure_response
 
 MAX_HEADER_BYTES = 32 << 10
 """Of a request's headers together."""
-OPEN_PATHS = ("/health", "/metrics")
-"""Served without a key: to probes and scrapers."""
+OPEN_PATHS = ("/health", "/metrics", *web_page.OPEN_PATHS)
+"""Served without a key: to probes and scrapers, and the page that asks for one."""
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 

@@ -19,6 +19,7 @@ from jaxserve.entry.failures import Failure, HttpFailure
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.openai_answers import Completion, usage_body
 from jaxserve.entry.openai_schema import SamplingBody
+from jaxserve.entry.tracing import trace_context
 from jaxserve.types import SamplingParams
 
 CLIENT_GONE = "499"
@@ -38,6 +39,7 @@ def begin(front: Front, request: Request, prefix: str, request_id: str | None = 
     """
     record = front.begin(f"{request.method} {request.url.path}", prefix, request_id)
     record.client_id = getattr(request.state, "request_id", "")
+    record.trace_context = trace_context(request.headers.items())
     return record
 
 

@@ -13,6 +13,7 @@ from jaxserve.types import (
     Delta,
     FinishReason,
     RequestOutput,
+    RequestTimes,
     SamplingParams,
     TokenLogprobs,
     TokenOutput,
@@ -30,7 +31,11 @@ Until = Callable[[str], bool]
 class Observer(Protocol):
     """Told about each request, for metrics. Calls come from the client's loop; be quick."""
 
-    def on_request_start(self, num_prompt_tokens: int, num_choices: int) -> None: ...
+    def on_refused(self) -> None:
+        """A request was not taken: as many as may be are in flight."""
+        ...
+
+    def on_request_start(self, num_prompt_tokens: int, params: SamplingParams) -> None: ...
 
     def on_first_token(self, seconds: float) -> None:
         """Since the request's arrival; once per request."""
@@ -40,13 +45,16 @@ class Observer(Protocol):
         """New tokens of a choice, and the time since its last ones (None: its first)."""
         ...
 
-    def on_request_finish(self, reason: FinishReason, usage: Usage, seconds: float) -> None:
+    def on_request_finish(self, reason: FinishReason, usage: Usage, times: RequestTimes) -> None:
         """Once per started request, however it ends; `reason` is its first choice's."""
         ...
 
 
 class NoObserver:
-    def on_request_start(self, num_prompt_tokens: int, num_choices: int) -> None:
+    def on_refused(self) -> None:
+        pass
+
+    def on_request_start(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         pass
 
     def on_first_token(self, seconds: float) -> None:
@@ -55,7 +63,7 @@ class NoObserver:
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
         pass
 
-    def on_request_finish(self, reason: FinishReason, usage: Usage, seconds: float) -> None:
+    def on_request_finish(self, reason: FinishReason, usage: Usage, times: RequestTimes) -> None:
         pass
 
 
@@ -189,6 +197,8 @@ class RequestStream:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.arrival_s = arrival_s
+        self.queue_s: float | None = None
+        """From arrival until a step first computed something of it."""
         self.first_token_s: float | None = None
         """Since arrival."""
         self.choices: list[ChoiceState] = []
@@ -225,6 +235,15 @@ class RequestStream:
             completion_tokens=self.num_unseen_tokens
             + sum(len(choice.token_ids) for choice in self.choices),
             cached_tokens=min((choice.num_cached_tokens for choice in self.choices), default=0),
+        )
+
+    def times(self) -> RequestTimes:
+        """Of the request so far."""
+        return RequestTimes(
+            total_s=time.monotonic() - self.arrival_s,
+            queue_s=self.queue_s,
+            first_token_s=self.first_token_s,
+            longest=max((len(choice.token_ids) for choice in self.choices), default=0),
         )
 
     def __aiter__(self) -> Self:

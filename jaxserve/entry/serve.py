@@ -25,6 +25,7 @@ from jaxserve.entry.front import Front
 from jaxserve.entry.grpc_server import GrpcServer, tls_credentials
 from jaxserve.entry.http import make_app
 from jaxserve.entry.progress import StartupDisplay
+from jaxserve.entry.tracing import Tracer
 from jaxserve.messages import Progress
 from jaxserve.metrics import Metrics
 from jaxserve.types import ConfigError, EngineDead, EngineInfo, ProgramCounts
@@ -114,11 +115,14 @@ class Server:
         self.ready: asyncio.Event = asyncio.Event()
         self.addresses: Addresses | None = None
         """Known once `ready`."""
+        self.front: Front | None = None
         self.metrics = Metrics()
         self._config = config
         self._server = server
         self._make_client = make_client
         self._out = out or sys.stdout
+        endpoint = server.otlp_traces_endpoint
+        self.tracer = None if endpoint is None else Tracer(endpoint)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._deaths: collections.deque[float] = collections.deque()
@@ -149,7 +153,7 @@ class Server:
             client = self._make_client(self._config, self.metrics, display.show)
             try:
                 if await self._unless_stopped(client.start()):
-                    self.metrics.serve(self._name(client), client.stats)
+                    self.metrics.serve(self._name(client), client.stats, client.info)
                     return client
             except BaseException:
                 await client.close()
@@ -175,7 +179,9 @@ class Server:
 
     async def _serve(self, client: Client, http_socket: socket.socket) -> int:
         server = self._server
-        front = Front(client, self._name(client), logs_text=server.log_text)
+        front = self.front = Front(
+            client, self._name(client), logs_text=server.log_text, tracer=self.tracer
+        )
         grpc_server = None
         if server.grpc_port is not None:
             grpc_server = GrpcServer(front, server)
@@ -214,6 +220,8 @@ class Server:
             await asyncio.gather(http_task, return_exceptions=True)
             if front.client is not None:
                 await front.client.close()
+            if self.tracer is not None:
+                await self.tracer.close()
         self._tell("stopped")
         return code
 

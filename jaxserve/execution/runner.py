@@ -232,6 +232,11 @@ class Runner:
         return 0 if self._compiles is None else self._compiles.count
 
     @property
+    def runtime_compile_s(self) -> float:
+        """Seconds that they took."""
+        return 0.0 if self._compiles is None else self._compiles.seconds
+
+    @property
     def bucket_stats(self) -> tuple[BucketStats, ...]:
         """Of the step shapes that were used."""
         return tuple(self._bucket_stats.values())
@@ -471,15 +476,18 @@ def pool(
 
 
 class CompileCounter:
-    """Counts what JAX compiles in one thread; others may run JAX code of their own."""
+    """Counts what JAX compiles in one thread, and the seconds; others may run JAX code of their
+    own."""
 
     def __init__(self, thread_id: int):
         self.count = 0
+        self.seconds = 0.0
         self._thread_id = thread_id
 
     def __call__(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == COMPILE_EVENT and threading.get_ident() == self._thread_id:
             self.count += 1
+            self.seconds += duration_secs
 
 
 class LogprobReader:

@@ -17,7 +17,10 @@ import heapq
 from array import array
 from collections.abc import Sequence
 
-from jaxserve.memory.page_pool import PagePool
+import numpy as np
+
+from jaxserve.memory.page_pool import NULL_PAGE, PagePool
+from jaxserve.observation import PrefixNode
 
 Node = tuple | int
 """A root or a page."""
@@ -35,6 +38,9 @@ class RadixCache:
         self.num_children = [0] * pool.num_pages
         self.last_used = [0] * pool.num_pages
         """The clock when a user last let go of the page as the deepest it had."""
+        self.hits = array("q", [-1]) * pool.num_pages
+        """How often `count_hit` was told of each page; -1: not in the tree."""
+        self.num_evicted = 0
         self.clock = 0
         self.leaves: list[tuple[int, int]] = []
         """Heap of (last used, page): every unlocked leaf, and outdated entries, to be skipped."""
@@ -75,6 +81,7 @@ class RadixCache:
         if existing == page:
             assert self.keys[page] is None, f"page {page} is in the tree already"
             self.keys[page] = key
+            self.hits[page] = 0
             self.pool.retain((page,))
             if isinstance(above, int):
                 self.num_children[above] += 1
@@ -104,12 +111,55 @@ class RadixCache:
             del self.nodes[key]
             self.keys[page] = None
             self.last_used[page] = 0
+            self.hits[page] = -1
             self.pool.release((page,))
             num_freed += 1
             if isinstance(above, int):
                 self.num_children[above] -= 1
                 self._offer(above)
+        self.num_evicted += num_freed
         return num_freed
+
+    def count_hit(self, pages: Sequence[int]) -> None:
+        """Notes that a request found `pages`, a path from a root."""
+        for page in pages:
+            self.hits[page] += 1
+
+    def most_hit(self, limit: int) -> list[PrefixNode]:
+        """Up to `limit` pages of the tree, those most often hit, each after the one above it.
+
+        About a millisecond for 65,536 pages.
+        """
+        limit = min(limit, len(self.nodes))
+        if not limit:
+            return []
+        hits = np.frombuffer(self.hits, np.int64)
+        best = np.argpartition(-hits, limit - 1)[:limit]
+        chosen: dict[int, PrefixNode] = {}
+        for page in best[np.argsort(-hits[best], kind="stable")].tolist():
+            path: list[int] = []
+            above: Node = page
+            while isinstance(above, int) and above not in chosen:
+                path.append(above)
+                above = self._key_of(above)[0]
+            for one in reversed(path[-(limit - len(chosen)) :] if len(chosen) < limit else ()):
+                chosen[one] = self._describe(one)
+        return list(chosen.values())
+
+    def _describe(self, page: int) -> PrefixNode:
+        above, tokens = self._key_of(page)
+        return PrefixNode(
+            page,
+            above if isinstance(above, int) else NULL_PAGE,
+            self.hits[page],
+            self.pool.refs[page] - 1,
+            array("i", tokens).tolist(),
+        )
+
+    def _key_of(self, page: int) -> tuple[Node, bytes]:
+        key = self.keys[page]
+        assert key is not None, f"{page} is not in the tree"
+        return key
 
     def check(self) -> None:
         """Asserts that the tree is whole and that `evict` will find every unlocked leaf."""
@@ -117,8 +167,10 @@ class RadixCache:
         for key, page in self.nodes.items():
             assert self.keys[page] == key, f"page {page}: {self.keys[page]} is not {key}"
             above = key[0]
+            assert self.hits[page] >= 0, f"page {page} has no count of hits"
             if isinstance(above, int):
                 children[above] += 1
+                assert self.hits[above] >= self.hits[page], f"{page} has more hits than {above}"
                 assert self.keys[above] is not None, (
                     f"page {page} hangs below {above}, not in the tree"
                 )

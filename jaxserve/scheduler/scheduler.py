@@ -136,6 +136,7 @@ class Scheduler:
         scored: list[Row] = []
         others: list[Row] = []
         updates: list[PageUpdate] = []
+        admitted: list[Sequence] = []
         running, page_size = self.running, self.config.page_size
         spare = self.config.max_batched_tokens - len(running)
         # rows that no running sequence needs, for the prompts being scored
@@ -183,6 +184,8 @@ class Scheduler:
             for sequence in self.policy(waiting, self._num_matched):
                 if min(spare, spare_rows) <= 0 or not self.free_slots or not self._admit(sequence):
                     break
+                if not sequence.num_preemptions:
+                    admitted.append(sequence)
                 num_tokens = min(spare, len(sequence.token_ids) - sequence.num_computed)
                 is_scoring = sequence.is_scoring
                 if is_scoring:
@@ -206,7 +209,7 @@ class Scheduler:
         sampling_rows = decodes
         if others or scored:
             sampling_rows = [row for row in rows if row.samples]
-        batch = Batch(rows, len(decodes), num_tokens, sampling_rows, updates)
+        batch = Batch(rows, len(decodes), num_tokens, sampling_rows, updates, admitted)
         self.num_steps += 1
         self.computed_tokens += num_tokens
         self.in_flight.append(batch)
@@ -306,6 +309,7 @@ class Scheduler:
             pages_total=self.pool.num_usable,
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
+            evicted_pages=self.cache.num_evicted,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             computed_tokens=self.computed_tokens,
@@ -404,6 +408,7 @@ class Scheduler:
         self.running.append(sequence)
         if not sequence.num_preemptions:
             sequence.num_cached = sequence.num_computed
+            self.cache.count_hit(shared)
             self.prompt_tokens += sequence.num_prompt
             self.cached_tokens += sequence.num_cached
         return True

@@ -152,6 +152,8 @@ class Batch(msgspec.Struct):
     """The rows that sample, in the order of `rows`: what `Scheduler.commit` wants tokens for."""
     page_updates: list[PageUpdate]
     """What changed in the page table since the batch before; a whole row for a new sequence."""
+    admitted: list[Sequence] = []
+    """Those whose first step it is."""
 
     @property
     def kind(self) -> Literal["decode", "mixed"]:

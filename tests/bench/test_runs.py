@@ -111,3 +111,17 @@ def test_dispatch(run_bench):
         # six weights and a cache a layer, three beside the layers, the last tokens and the buffer
         assert found.pop("arrays") == 2 * 7 + 3 + 2
         assert all(spread["repeats"] == 2 and spread["min_ms"] > 0 for spread in found.values())
+
+
+def test_metrics_cost(run_bench, tiny_model):
+    result = run_bench(
+        "metrics_cost", tiny_model, *LIMITS, "--batch=4", "--tokens=6", "--repeats=2"
+    )
+    figures = result["figures"]
+    assert len(figures["cost, by pair"]) == 2
+    for on, off, cost in zip(
+        figures["tokens_per_s on"], figures["tokens_per_s off"], figures["cost, by pair"],
+        strict=True,
+    ):  # fmt: skip
+        assert cost == pytest.approx(1 - on / off, abs=1e-3)
+    assert all(part > 0 for part in figures["parts_us"].values())

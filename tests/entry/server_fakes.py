@@ -20,6 +20,7 @@ from jaxserve.entry.client import Client, TextModel
 from jaxserve.entry.proto import jaxserve_pb2_grpc
 from jaxserve.entry.serve import Server
 from jaxserve.entry.tokenizer import Tokenizer
+from jaxserve.observation import EngineState
 from jaxserve.types import (
     EngineInfo,
     EngineStats,
@@ -75,6 +76,11 @@ class FakeEngine:
         self.num_flushes = 0
         self.running: dict[str, Running] = {}
         self.requests: list[Request] = []
+        self.admitted: list[tuple[str, float]] = []
+        """To be told with the next outputs."""
+        self.state = EngineState(
+            now_s=1.0, sequences=[], steps=[], num_prefix_pages=0, prefix_nodes=[]
+        )
         self.aborted: list[str] = []
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._stats = EngineStats(pages_total=info.num_pages)
@@ -97,6 +103,7 @@ class FakeEngine:
                 self.requests.append(request)
                 scores = request.sampling.prompt_logprobs is not None
                 self.running[request.request_id] = Running(request, scores=scores)
+                self.admitted.append((request.request_id, 0.25))
                 self._work.set()
             case messages.Abort(request_ids):
                 for request_id in request_ids:
@@ -104,6 +111,8 @@ class FakeEngine:
                         self.aborted.append(request_id)
             case messages.FlushCache():
                 self.num_flushes += 1
+            case messages.Inspect():
+                self._out.put_nowait(messages.State(self.state))
             case messages.Shutdown():
                 self._task.cancel()
                 self._out.put_nowait(messages.Stopped())
@@ -135,7 +144,8 @@ class FakeEngine:
             outputs += [self._step(one) for one in running]
             if outputs:
                 self._count(outputs)
-                self._out.put_nowait(messages.Outputs(outputs, self._stats))
+                admitted, self.admitted = self.admitted, []
+                self._out.put_nowait(messages.Outputs(outputs, self._stats, admitted))
 
     def _score(self, one: Running) -> TokenOutput:
         sampling, one.scores = one.request.sampling, False

@@ -50,8 +50,11 @@ class Recorder:
     def __init__(self):
         self.events = []
 
-    def on_request_start(self, num_prompt_tokens, num_choices):
-        self.events.append(("start", num_prompt_tokens, num_choices))
+    def on_refused(self):
+        self.events.append(("refused",))
+
+    def on_request_start(self, num_prompt_tokens, params):
+        self.events.append(("start", num_prompt_tokens, params.n))
 
     def on_first_token(self, seconds):
         assert seconds >= 0
@@ -60,7 +63,8 @@ class Recorder:
     def on_tokens(self, num_tokens, seconds):
         self.events.append(("tokens", num_tokens, seconds is None))
 
-    def on_request_finish(self, reason, usage, seconds):
+    def on_request_finish(self, reason, usage, times):
+        assert times.total_s >= (times.first_token_s or 0)
         self.events.append(("finish", reason, usage.completion_tokens))
 
 

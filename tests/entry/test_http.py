@@ -315,7 +315,7 @@ async def test_metrics_say_what_happened(http: httpx.AsyncClient, served: Served
         'jaxserve_request_success_total{finished_reason="length",model_name="tiny"} 1.0',
         'jaxserve_inter_token_latency_seconds_count{model_name="tiny"} 7.0',
         'jaxserve_time_to_first_token_seconds_count{model_name="tiny"} 1.0',
-        'jaxserve_runtime_compiles_total{model_name="tiny"} 0.0',
+        'jaxserve_compiles_total{model_name="tiny",phase="runtime"} 0.0',
     ):
         assert line in text.splitlines()
 

@@ -177,3 +177,42 @@ def test_behaves_like_a_plain_tree(seed, num_pages):
         assert sorted(cache.nodes.values()) == sorted(pages.values())
         locked = {page for _, path in users for page in path}
         assert cache.num_unlocked == len(set(pages.values()) - locked)
+
+
+def test_most_hit_pages_come_with_those_above_them():
+    pool = PagePool(20)
+    cache = RadixCache(pool, 2)
+    paths = {}
+    for name, length in (("a", 4), ("b", 3), ("c", 2)):
+        pages, above = pool.allocate(length), (name,)
+        for i, page in enumerate(pages):
+            cache.insert(above, [i, i], page)
+            above = page
+        paths[name] = pages
+    for name, hits in (("a", 1), ("b", 5)):
+        for _ in range(hits):
+            cache.count_hit(paths[name])
+    cache.count_hit(paths["a"][:2])
+    nodes = cache.most_hit(5)
+    assert [node.page for node in nodes[:3]] == paths["b"]
+    assert [(node.page, node.hits) for node in nodes[3:]] == [(p, 2) for p in paths["a"][:2]]
+    assert [node.above for node in nodes] == [0, *paths["b"][:2], 0, paths["a"][0]]
+    assert nodes[1].token_ids == [1, 1]
+    assert len(cache.most_hit(100)) == 9
+    assert cache.most_hit(1)[0].page == paths["b"][0], "a page never comes without those above"
+    cache.check()
+
+
+def test_an_evicted_page_has_no_hits_left():
+    pool = PagePool(3)
+    cache = RadixCache(pool, 2)
+    for hits in (3, 0):
+        [page] = pool.allocate(1)
+        assert cache.insert(("r",), [7, 7], page) == page
+        for _ in range(hits):
+            cache.count_hit([page])
+        cache.unlock([page])
+        assert cache.most_hit(9)[0].hits == hits
+        assert cache.evict(1) == 1
+        assert cache.most_hit(9) == []
+    assert cache.num_evicted == 2
