@@ -27,7 +27,8 @@ class Runtime(Backend):
         """
         client = AsyncLLM(model_path, **settings)
         super().__init__()
-        self._client = client
+        self.client = client
+        """The engine's, for use in `loop`."""
         self._finalizer = weakref.finalize(self, end_loop, self.loop, client.close)
         try:
             self.loop.run(client.start())
@@ -37,34 +38,34 @@ class Runtime(Backend):
 
     @property
     def info(self) -> EngineInfo:
-        return self._client.info
+        return self.client.info
 
     def stats(self) -> EngineStats:
         """The engine's counters, as it last told them."""
-        return self._client.stats()
+        return self.client.stats()
 
     def flush_cache(self) -> None:
         """Drops every cached prefix that no running sequence uses."""
-        self.loop.run(self._client.flush_cache())
+        self.loop.run(self.client.flush_cache())
 
     def close(self) -> None:
         self._finalizer()
 
     @property
     def chat_template(self) -> ChatTemplate | None:
-        return self._client.tokenizer.chat_template
+        return self.client.tokenizer.chat_template
 
     @property
     def joins_tokens(self) -> bool:
-        return not self._client.tokenizer.strips_first_space
+        return not self.client.tokenizer.strips_first_space
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return await self._client.tokenize(text, add_special_tokens)
+        return await self.client.tokenize(text, add_special_tokens)
 
     async def generate(
         self, token_ids: list[int], params: SamplingParams, on_text: Callable[[str], None] | None
     ) -> Generated:
-        stream = await self._client.open(
+        stream = await self.client.open(
             token_ids, params, queue="wait", default_max_tokens=DEFAULT_MAX_TOKENS
         )
         if on_text is None:
@@ -76,7 +77,7 @@ class Runtime(Backend):
         choice = stream.choices[0].choice()
         if choice.finish_reason == "abort":
             raise RequestFailed("the request was aborted")
-        ends = self._client.model.eos_token_ids.union(params.stop_token_ids)
+        ends = self.client.model.eos_token_ids.union(params.stop_token_ids)
         return Generated(
             text=choice.text,
             text_ids=text_ids(choice.token_ids, choice.finish_reason, choice.stop_reason, ends),
@@ -99,7 +100,7 @@ class Runtime(Backend):
             prompt_logprobs_start=start if is_past_start else 0,
         )
         scored: list[Scored] = []
-        for output in await self._client.generate(prompts, params):
+        for output in await self.client.generate(prompts, params):
             tokens = (output.prompt_logprobs or [])[start + 1 :]
             assert output.choices[0].logprobs is not None
             scored.append(

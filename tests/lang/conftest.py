@@ -53,7 +53,7 @@ def runtime(folder):
 def endpoint(runtime):
     """The same engine's, over HTTP."""
     settings = ServerConfig(port=0)
-    app = make_app(Front(runtime._client, "tiny"), Metrics(), settings)
+    app = make_app(Front(runtime.client, "tiny"), Metrics(), settings)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
