@@ -1,16 +1,13 @@
 """A tiny model that chats, an engine and a server of it; a backend that answers from a script."""
 
 import asyncio
-import json
 import pathlib
 import socket
 import time
 from collections.abc import Callable
 
 import pytest
-import safetensors.numpy
 import select_cases
-import tiny_models
 import uvicorn
 
 from jaxserve.config import ServerConfig
@@ -23,24 +20,12 @@ from jaxserve.lang.backend import Backend, Generated, Scored
 from jaxserve.metrics import Metrics
 from jaxserve.types import SamplingParams, Usage
 
-TEMPLATE = (
-    "{% for m in messages %}<|start|>{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant: {% endif %}"
-)
 LIMITS = {"max_num_seqs": 8, "max_batched_tokens": 64, "page_size": 8, "num_pages": 600}
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> pathlib.Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(select_cases.CONFIG))
-    tensors = tiny_models.tensors(select_cases.CONFIG)
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    select_cases.tokenizer().save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return select_cases.write(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +55,9 @@ def endpoint(runtime):
 class Scripted(Backend):
     """Answers each prompt with what `answer` says of its text: (text, stop string or None)."""
 
-    def __init__(self, answer: Callable[[str], tuple[str, str | None]], template: str = TEMPLATE):
+    def __init__(
+        self, answer: Callable[[str], tuple[str, str | None]], template: str = select_cases.TEMPLATE
+    ):
         super().__init__()
         self.answer = answer
         self.tokenizer = Tokenizer(
