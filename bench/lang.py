@@ -122,7 +122,8 @@ def main() -> None:
     for cache, is_on in (("cache on", True), ("cache off", False)):
         if not is_on and "tokens" not in parts:
             break
-        with Runtime(dataclasses.replace(config, prefix_cache=is_on)) as runtime:
+        chosen = dataclasses.replace(config, prefix_cache=is_on)
+        with Runtime(chosen, process=arguments.process) as runtime:
             device = engines.device_name(runtime.info)
             if is_on and "batch" in parts:
                 figures["batch"] = batch_part(runtime, arguments)

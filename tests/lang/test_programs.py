@@ -337,15 +337,18 @@ def test_a_programs_own_error_ends_its_requests(scripted):
 
 def test_the_first_error_of_a_batch_cancels_the_rest(scripted):
     backend = scripted()
-    ended = []
+    begun, ended = threading.Event(), threading.Event()
 
     async def generate(token_ids, params, on_text):
         if backend.tokenizer.decode(token_ids) == "2":
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
             raise RequestFailed("the second")
+        begun.set()
         try:
             await asyncio.sleep(60)
         finally:
-            ended.append(token_ids)
+            ended.set()
 
     backend.generate = generate
     program = function(lambda s, i: s.__iadd__(str(i) + gen("x")))
@@ -353,7 +356,7 @@ def test_the_first_error_of_a_batch_cancels_the_rest(scripted):
     with pytest.raises(RequestFailed, match="the second"):
         program.run_batch([{"i": i} for i in range(8)], backend=backend, num_threads=4)
     assert time.monotonic() - started < 30
-    assert ended
+    assert ended.wait(5)
 
 
 def test_a_batch_keeps_order_and_shows_a_bar(scripted, capfd):
