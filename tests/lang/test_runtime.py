@@ -1,5 +1,6 @@
 """Programs on the engine of a tiny model: what is computed, what is alike here and over HTTP."""
 
+import asyncio
 import itertools
 import json
 import pathlib
@@ -7,6 +8,7 @@ import time
 
 import pytest
 import select_cases
+from server_fakes import serving
 
 from jaxserve import (
     ContextExceeded,
@@ -247,3 +249,26 @@ def test_an_endpoint_refuses_what_its_server_has_no_field_for(endpoint):
 def test_an_endpoint_without_a_server():
     with pytest.raises(EngineDead, match=r"127\.0\.0\.1:9"):
         RuntimeEndpoint("http://127.0.0.1:9")
+
+
+async def test_an_endpoint_waits_where_its_server_is_full_and_has_a_key():
+    """A server for one request at a time."""
+    program = function(lambda s, text: s.__iadd__(text + gen("x", max_tokens=6)))
+    async with serving(max_queue=0, info={"max_num_seqs": 1}, api_key=("secret",)) as served:
+        served.engine.step_s = 0.01
+        with pytest.raises(InvalidRequest, match=r"/tokenizer_info: .*key"):
+            await asyncio.to_thread(RuntimeEndpoint, served.url)
+        endpoint = await asyncio.to_thread(RuntimeEndpoint, served.url, api_key="secret")
+        items = [{"text": text} for text in "abc"]
+        try:
+            states = await asyncio.to_thread(program.run_batch, items, backend=endpoint)
+            assert [state.text() for state in states] == [f"{text}Hello," for text in "abc"]
+            state = program.run("d", backend=endpoint, stream=True)
+            pieces = [piece async for piece in state.text_async_iter("x")]
+            assert "".join(pieces) == "Hello,"
+            assert len(served.engine.requests) == 4
+            served.engine.die()
+            with pytest.raises(EngineDead):
+                await asyncio.to_thread(program.run, "e", backend=endpoint)
+        finally:
+            await asyncio.to_thread(endpoint.close)
