@@ -119,6 +119,7 @@ def test_lang(run_bench, tmp_path):
     result = run_bench(
         "lang", model, "--max-num-seqs=8", "--max-batched-tokens=64", "--num-pages=600",
         "--page-size=8", "--examples=json_output", "--programs=6", "--answer-len=4", "--repeats=1",
+        "--process=thread",
     )  # fmt: skip
     batch = result["figures"]["batch"]
     for name in ("run_batch", "plain batch", "one at a time"):
