@@ -6,6 +6,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig, MeshConfig
     from jaxserve.entry.llm import LLM, AsyncLLM
+    from jaxserve.lang import (
+        ProgramCancelled,
+        ProgramError,
+        Runtime,
+        RuntimeEndpoint,
+        State,
+        assistant,
+        function,
+        gen,
+        select,
+        set_default_backend,
+        system,
+        user,
+    )
     from jaxserve.types import (
         CheckpointError,
         Choice,
@@ -33,6 +47,23 @@ _HOME = {
     "AsyncLLM": "jaxserve.entry.llm",
     "EngineConfig": "jaxserve.config",
     "MeshConfig": "jaxserve.config",
+    **dict.fromkeys(
+        (
+            "ProgramCancelled",
+            "ProgramError",
+            "Runtime",
+            "RuntimeEndpoint",
+            "State",
+            "assistant",
+            "function",
+            "gen",
+            "select",
+            "set_default_backend",
+            "system",
+            "user",
+        ),
+        "jaxserve.lang",
+    ),
 }
 __all__ = [
     "LLM",
@@ -50,13 +81,25 @@ __all__ = [
     "Grammar",
     "InvalidRequest",
     "MeshConfig",
+    "ProgramCancelled",
+    "ProgramError",
     "QueueFull",
     "RequestFailed",
     "RequestOutput",
+    "Runtime",
+    "RuntimeEndpoint",
     "SamplingParams",
+    "State",
     "UnsupportedModel",
     "Usage",
     "__version__",
+    "assistant",
+    "function",
+    "gen",
+    "select",
+    "set_default_backend",
+    "system",
+    "user",
 ]
 
 

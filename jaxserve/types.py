@@ -283,6 +283,7 @@ RANGES = {
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "no_repeat_ngram_size": Range(0, is_whole=True),
+    "prompt_logprobs_start": Range(0, 2**31 - 1, is_whole=True),
     "seed": Range(-MAX_SEED - 1, MAX_SEED, True, words="a 64-bit integer"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
@@ -346,6 +347,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     """The same of each token of the prompt but the first, always of the model's own
     distribution."""
+    prompt_logprobs_start: int = 0
+    """Those of the prompt's tokens after this one only; what the prefix cache has up to it is
+    used."""
     token_ids_logprob: tuple[int, ...] = ()
     """Log-probabilities of these tokens at each place that has some; at most 128."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
@@ -428,6 +432,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "stop", f"has {length} characters; allowed: at most {MAX_STOP_CHARACTERS}"
             )
         need("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise InvalidRequest("prompt_logprobs_start", "is only allowed with prompt_logprobs")
         modes = typing.get_args(LogprobsMode)
         need("logprobs_mode", self.logprobs_mode in modes, " or ".join(modes))
         need("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar")
@@ -544,6 +550,7 @@ class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
     """Ends the sequence; the model's end-of-text ids are among them unless `ignore_eos`."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     token_ids_logprob: tuple[int, ...] = ()
     logprobs_mode: LogprobsMode = "raw_logprobs"
     num_tokens: int = 0
@@ -595,7 +602,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Prompt tokens whose KV came from the prefix cache, at first admission."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's next tokens, the second one first; all come before any new token."""
+    """Of the prompt's next tokens, the one after `prompt_logprobs_start` first; all come before any
+    new token."""
     embedding: bytes | None = None
     """f32[D], little-endian, of a request with `pooling`."""
     error: str | None = None
@@ -659,7 +667,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[Choice]
     usage: Usage
     prompt_logprobs: list[ChosenLogprob | None] | None = None
-    """One for each token of the prompt; None for the first, which nothing predicts."""
+    """One for each token of the prompt; None for the first, which nothing predicts, and for those
+    up to `prompt_logprobs_start`."""
 
     @property
     def text(self) -> str:

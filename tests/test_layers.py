@@ -45,6 +45,7 @@ ALLOWED = {
         "jaxserve.config", "jaxserve.types", "jaxserve.metrics", "jaxserve.observation",
         "checkpoints",
     },
+    "jaxserve.lang": {"jaxserve.lang", "jaxserve.entry", "jaxserve.config", "jaxserve.types"},
 }  # fmt: skip
 
 JAX_FREE = [
@@ -54,7 +55,8 @@ JAX_FREE = [
     "jaxserve.constrained.compiler",
     "jaxserve.engine.process", "jaxserve.entry.cli", "jaxserve.entry.client", "jaxserve.entry.llm",
     "jaxserve.entry.http", "jaxserve.entry.grpc_server", "jaxserve.entry.serve",
-    "jaxserve.entry.pull", "jaxserve.entry.demo", "jaxserve",
+    "jaxserve.entry.pull", "jaxserve.entry.demo", "jaxserve", "jaxserve.lang",
+    "jaxserve.lang.runtime", "jaxserve.lang.endpoint",
 ]  # fmt: skip
 
 # what runs only within a function that needs jax anyway

@@ -81,7 +81,8 @@ class ChatTemplate:
     ):
         """Raises: CheckpointError if the template is no valid Jinja."""
         self.source = source
-        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or "", **tokens}
+        self.tokens = {"bos_token": bos_token or "", "eos_token": eos_token or "", **tokens}
+        """By name, as bos_token."""
         try:
             self._template = _compile(source)
         except jinja2.exceptions.TemplateError as error:
@@ -142,7 +143,7 @@ class ChatTemplate:
                 tools=list(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **(self._tokens | variables),
+                **(self.tokens | variables),
             )
         except jinja2.exceptions.SecurityError as error:
             raise InvalidRequest(

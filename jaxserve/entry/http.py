@@ -120,6 +120,22 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
         front.check_model(body.model)
         return json_response({"prompt": await front.engine().detokenize(body.tokens)})
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        model = front.engine().model
+        tokenizer = front.engine().tokenizer
+        template = tokenizer.chat_template
+        tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+        return json_response(
+            {
+                **(tokens if template is None else template.tokens),
+                "chat_template": None if template is None else template.source,
+                "eos_token_ids": sorted(model.eos_token_ids),
+                "strips_first_space": tokenizer.strips_first_space,
+                "vocab_size": tokenizer.vocab_size,
+            }
+        )
+
     @app.exception_handler(HTTPException)
     async def http_exception(request: Request, error: HTTPException) -> Response:
         message = {

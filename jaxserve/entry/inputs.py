@@ -53,6 +53,11 @@ def resolve_sampling(
         if value is not None and value > room:
             needed = f"{value + num_prompt_tokens} with the prompt's {num_prompt_tokens}"
             raise ContextExceeded(field, f"is {value}, {needed}; {limit}")
+    if params.prompt_logprobs_start >= num_prompt_tokens:
+        raise InvalidRequest(
+            "prompt_logprobs_start",
+            f"is {params.prompt_logprobs_start}; allowed: below the prompt's {num_prompt_tokens}",
+        )
     for field in ("stop_token_ids", "logit_bias", "allowed_token_ids", "token_ids_logprob"):
         for token_id in getattr(params, field) or ():
             check_token_id(field, token_id, info.vocab_size)
@@ -100,6 +105,7 @@ def resolve_sampling(
         stop_token_ids=tuple(sorted(stop_token_ids)),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        prompt_logprobs_start=params.prompt_logprobs_start,
         token_ids_logprob=params.token_ids_logprob,
         logprobs_mode=params.logprobs_mode,
         num_tokens=min(num_tokens, info.vocab_size),

@@ -4,11 +4,7 @@ engine runs.
 `LLM` is the asyncio client in a background thread of its own, so that both are the same code.
 """
 
-import asyncio
-import concurrent.futures
-import contextlib
 import dataclasses
-import threading
 import weakref
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
@@ -18,7 +14,9 @@ import numpy as np
 from jaxserve import messages
 from jaxserve.config import EngineConfig, MeshConfig
 from jaxserve.entry.client import Client
+from jaxserve.entry.completion_bar import CompletionBar
 from jaxserve.entry.inputs import Messages, Prompt, list_conversations, list_prompts
+from jaxserve.entry.loop_thread import LoopThread, end_loop
 from jaxserve.entry.request_stream import Observer, RequestStream
 from jaxserve.types import (
     ConfigError,
@@ -124,10 +122,10 @@ class LLM:
             **settings,
         )
         self._client = client
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
         # Runs once: at close, when this object goes, or at the program's end. Must not hold this
         # object.
-        self._finalizer = weakref.finalize(self, _end, self._loop, client)
+        self._finalizer = weakref.finalize(self, end_loop, self._loop, client.close)
         try:
             self._loop.run(client.start())
         except BaseException:
@@ -166,8 +164,10 @@ class LLM:
         Raises: InvalidRequest before anything runs, if any of them can't be served; RequestFailed,
         EngineDead.
         """
-        with _Bar(len(list_prompts(prompts)), progress) as bar:
-            return self._call(self._client.generate(prompts, params, on_finish=bar.add, **options))
+        with CompletionBar(len(list_prompts(prompts)), progress) as bar:
+            return self._call(
+                self._client.generate(prompts, params, on_finish=bar.add_output, **options)
+            )
 
     def chat(
         self,
@@ -182,10 +182,10 @@ class LLM:
 
         `template`: further variables for the model's chat template.
         """
-        with _Bar(len(list_conversations(conversations)), progress) as bar:
+        with CompletionBar(len(list_conversations(conversations)), progress) as bar:
             return self._call(
                 self._client.chat(
-                    conversations, params, template=template, on_finish=bar.add, **options
+                    conversations, params, template=template, on_finish=bar.add_output, **options
                 )
             )
 
@@ -288,123 +288,7 @@ class LLM:
         return self._loop.run(coroutine)
 
 
-class _LoopThread:
-    """An asyncio loop in a thread of its own."""
-
-    def __init__(self):
-        self.loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
-        self._stopping = False
-        # A daemon, since the program's end ends it: see `LLM`'s finalizer, which runs after threads
-        # are joined.
-        self.thread = threading.Thread(target=self._body, name="jaxserve-client", daemon=True)
-        self.thread.start()
-
-    def _body(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result. When the waiting is interrupted (Ctrl-C), it is cancelled and
-        waited for.
-        """
-        if threading.current_thread() is self.thread:
-            coroutine.close()
-            raise RuntimeError("LLM can't be called from its own callbacks; use AsyncLLM")
-        with self._lock:
-            if self._stopping:
-                coroutine.close()
-                raise EngineDead("this LLM was closed")
-            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise EngineDead("this LLM was closed") from None
-        except BaseException:
-            future.cancel()
-            raise
-
-    def later(self, call: Callable[[], object]) -> None:
-        """Has the loop call it, unless the loop is ending anyway. From any thread."""
-        if not self.loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # closed in between
-                self.loop.call_soon_threadsafe(call)
-
-    def stop(self) -> None:
-        """Ends the loop: what still runs in it is cancelled and waited for."""
-
-        async def cancel_rest() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self.loop.shutdown_asyncgens()
-
-        with self._lock:
-            self._stopping = True  # whatever came before is among the tasks by now
-        asyncio.run_coroutine_threadsafe(cancel_rest(), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
-
-
-def _end(loop: _LoopThread, client: Client) -> None:
-    if threading.current_thread() is loop.thread:  # a finalizer may run in any thread
-        threading.Thread(target=_end, args=(loop, client), name="jaxserve-end").start()
-        return
-    try:
-        loop.run(client.close())
-    finally:
-        loop.stop()
-
-
-def _abandon(loop: _LoopThread, stream: RequestStream) -> None:
+def _abandon(loop: LoopThread, stream: RequestStream) -> None:
     """Ends a stream that nobody reads any more; from any thread, also when the loop has ended."""
     if not stream.finished:
         loop.later(stream.break_off)
-
-
-class _Bar:
-    """A progress bar over finished requests with generated tokens per second; nothing if it isn't
-    wanted.
-    """
-
-    def __init__(self, total: int, wanted: bool):
-        self._progress = None
-        self._num_tokens = 0
-        if wanted:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-            )
-
-            self._progress = Progress(
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]:.1f} tokens/s"),
-                TimeElapsedColumn(),
-                console=Console(stderr=True),
-            )
-            self._task = self._progress.add_task("", total=total, rate=0.0)
-
-    def add(self, output: RequestOutput) -> None:
-        """Called by the client's thread."""
-        if self._progress is None:
-            return
-        self._num_tokens += output.usage.completion_tokens
-        elapsed_s = self._progress.tasks[0].elapsed or 0.0
-        rate = self._num_tokens / elapsed_s if elapsed_s else 0.0
-        self._progress.update(self._task, advance=1, rate=rate)
-
-    def __enter__(self) -> Self:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()

@@ -156,6 +156,9 @@ class SamplingBody(Body):
         description=f"Log-probabilities of the prompt's tokens and of their likeliest "
         f"alternatives, 0 to {MAX_LOGPROBS}, {ALL_LOGPROBS} for all; not with stream.",
     )
+    prompt_logprobs_start: int | None = Field(
+        None, description="With prompt_logprobs: of the tokens after this one only."
+    )
     token_ids_logprob: TokenIds | None = Field(
         None, description="Log-probabilities of these tokens at each place."
     )
@@ -248,6 +251,7 @@ class SamplingBody(Body):
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            prompt_logprobs_start=self.prompt_logprobs_start,
             token_ids_logprob=self.token_ids_logprob,
             logprobs_mode=self.logprobs_mode,
             n=self.n,
@@ -296,6 +300,8 @@ class CompletionRequest(SamplingBody):
                 raise InvalidRequest(
                     "prompt_logprobs", "differs from logprobs, which with echo are the prompt's too"
                 )
+            if self.prompt_logprobs_start:
+                raise InvalidRequest("prompt_logprobs_start", "can't be given with echo")
             if self.stream and (self.n or 1) > 1:
                 # The first choice scores the prompt; the others may be told before that is known.
                 raise InvalidRequest("n", f"is {self.n}; allowed with stream, echo, logprobs: 1")

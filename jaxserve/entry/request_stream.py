@@ -210,7 +210,7 @@ class RequestStream:
         self.error: Exception | None = None
         self.prompt_logprobs: list[ChosenLogprob | None] | None = None
         if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs = [None for _ in range(1 + params.prompt_logprobs_start)]
         self._told_prompt = params.prompt_logprobs is None
         """Whether a delta has had them."""
         self._accepted = params.grammar is None

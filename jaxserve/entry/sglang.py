@@ -66,6 +66,12 @@ NAMES = {
     "seed": "sampling_seed",
 }
 """What SGLang calls fields of SamplingParams; the others have the same name there."""
+LOGPROB_NAMES = {
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
+    "prompt_logprobs_start": "logprob_start_len",
+}
+"""The same, of those that stand beside sampling_params."""
 
 
 class SglangSampling(Body):
@@ -121,8 +127,7 @@ class SglangSampling(Body):
 
 def renamed(error: InvalidRequest) -> InvalidRequest:
     """The same with SGLang's name of the field."""
-    names = {**NAMES, "logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num"}
-    name = names.get(error.field, error.field)
+    name = {**NAMES, **LOGPROB_NAMES}.get(error.field, error.field)
     if name in SglangSampling.model_fields:
         name = f"sampling_params.{name}"
     return type(error)(name, error.message)
@@ -187,6 +192,7 @@ class GenerateRequest(Body):
             logprobs = {"logprobs": count, "token_ids_logprob": self.token_ids_logprob}
             if self.scores_prompt:
                 logprobs["prompt_logprobs"] = count
+                logprobs["prompt_logprobs_start"] = self.logprob_start_len
         else:
             for name in ("top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs"):
                 if getattr(self, name):
@@ -292,14 +298,9 @@ class GenerateJob:
         for prompt, params in zip(self._prompts, self._params, strict=True):
             priority = self._body.priority or 0
             try:
-                stream = await self.record.open(prompt, params, DEFAULT_MAX_NEW_TOKENS, priority)
+                await self.record.open(prompt, params, DEFAULT_MAX_NEW_TOKENS, priority)
             except InvalidRequest as error:
                 raise renamed(error) from None
-            start, count = self._body.logprob_start_len or 0, len(stream.prompt_token_ids)
-            if start >= count:
-                raise InvalidRequest(
-                    "logprob_start_len", f"is {start}; allowed: below {count} here"
-                )
 
     async def whole(self) -> Any:
         await self.open()

@@ -157,14 +157,13 @@ class Scheduler:
             if num_tokens > 1:
                 num_tokens = min(num_tokens, 1 + spare)
                 if is_scoring:
-                    num_tokens = min(num_tokens, 1 + spare_rows)
+                    num_tokens = min(num_tokens, _room_to_score(sequence, 1 + spare_rows))
             if start + num_tokens > len(sequence.pages) * page_size:
                 num_tokens = self._grow(sequence, num_tokens)
             if num_tokens:
                 row = self._advance(sequence, num_tokens, updates)
                 if is_scoring:
-                    scored += _rows_to_score(row)
-                    spare_rows -= num_tokens - 1
+                    spare_rows -= _add_rows_to_score(row, scored, others) - 1
                 else:
                     is_decode = num_tokens == 1 and row.samples and not sequence.pools
                     (decodes if is_decode else others).append(row)
@@ -189,13 +188,12 @@ class Scheduler:
                 num_tokens = min(spare, len(sequence.token_ids) - sequence.num_computed)
                 is_scoring = sequence.is_scoring
                 if is_scoring:
-                    num_tokens = min(num_tokens, spare_rows)
+                    num_tokens = min(num_tokens, _room_to_score(sequence, spare_rows))
                 num_tokens = self._grow(sequence, num_tokens)
                 row = self._advance(sequence, num_tokens, updates)
                 spare -= num_tokens
                 if is_scoring:
-                    scored += _rows_to_score(row)
-                    spare_rows -= num_tokens
+                    spare_rows -= _add_rows_to_score(row, scored, others)
                 else:
                     is_decode = num_tokens == 1 and row.samples and not sequence.pools
                     (decodes if is_decode else others).append(row)
@@ -495,18 +493,29 @@ class Scheduler:
         self.running.remove(sequence)
 
 
-def _rows_to_score(row: Row) -> list[Row]:
-    """A row of a prompt, one row for each token; the prompt's last token samples instead."""
+def _room_to_score(sequence: Sequence, num_rows: int) -> int:
+    """Tokens of a prompt being scored that fit `num_rows`: those that need no score fit in one."""
+    return num_rows + max(0, sequence.num_scored - sequence.num_computed - 1)
+
+
+def _add_rows_to_score(row: Row, scored: list[Row], others: list[Row]) -> int:
+    """Takes a row of a prompt apart: what is before the tokens to score stays one row, each of the
+    others is a row of its own, and the prompt's last token samples instead. Returns how many."""
     sequence = row.sequence
-    return [
+    start, end = row.start, row.start + row.num_tokens
+    first = min(max(start, sequence.num_scored), end)
+    if first > start:
+        others.append(Row(sequence, row.slot, start, first - start, False, False))
+    scored += [
         Row(
             sequence,
             row.slot,
-            start,
+            position,
             1,
-            samples=start == sequence.num_prompt - 1,
+            samples=position == sequence.num_prompt - 1,
             token_pending=False,
-            scores=start < sequence.num_prompt - 1,
+            scores=position < sequence.num_prompt - 1,
         )
-        for start in range(row.start, row.start + row.num_tokens)
+        for position in range(first, end)
     ]
+    return (first > start) + end - first

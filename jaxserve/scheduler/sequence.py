@@ -55,7 +55,7 @@ class Sequence:
     num_cached: int = 0
     """Prompt tokens that the prefix cache had when it was first admitted."""
     num_scored: int = 0
-    """Leading tokens that the log-probabilities of their next are known of, where asked for."""
+    """Leading tokens that the log-probabilities of their next are known of, or not asked for."""
     num_preemptions: int = 0
     num_overtaken: int = 0
     """Admissions of others while it was the first in line."""
@@ -90,6 +90,7 @@ class Sequence:
             token_ids=list(request.token_ids),
             num_prompt=num_prompt,
             max_total=num_prompt + sampling.max_tokens,
+            num_scored=sampling.prompt_logprobs_start,
             stop_token_ids=frozenset(sampling.stop_token_ids),
             pools=request.pooling is not None,
         )
@@ -102,8 +103,8 @@ class Sequence:
     @property
     def is_scoring(self) -> bool:
         """What it computes next is of its prompt, whose log-probabilities are asked for and not all
-        known: each token is a row of its own, with logits of its own, and cached pages beyond those
-        scored are no use."""
+        known: each token from `num_scored` on is a row of its own, with logits of its own, and
+        cached pages beyond it are no use."""
         return (
             self.request.sampling.prompt_logprobs is not None
             and self.num_scored < self.num_prompt - 1

@@ -1,6 +1,7 @@
 """Each bench that starts an engine, as its command runs it, on a tiny model with few requests."""
 
 import pytest
+import select_cases
 
 from bench import record, trace
 
@@ -125,3 +126,29 @@ def test_metrics_cost(run_bench, tiny_model):
     ):  # fmt: skip
         assert cost == pytest.approx(1 - on / off, abs=1e-3)
     assert all(part > 0 for part in figures["parts_us"].values())
+
+
+def test_lang(run_bench, tmp_path):
+    model = select_cases.write(tmp_path / "tiny")
+    result = run_bench(
+        "lang", model, "--max-num-seqs=8", "--max-batched-tokens=64", "--num-pages=600",
+        "--page-size=8", "--examples=json_output", "--programs=6", "--answer-len=4", "--repeats=1",
+        "--process=thread",
+    )  # fmt: skip
+    batch = result["figures"]["batch"]
+    for name in ("run_batch", "plain batch", "one at a time"):
+        assert batch[name]["tokens_per_s"] == pytest.approx(
+            6 * 4 / (batch[name]["median_ms"] / 1e3), rel=0.01
+        )
+    assert batch["one at a time"]["steps"] > 2 * batch["plain batch"]["steps"]
+    assert batch["run_batch"]["steps"] < batch["one at a time"]["steps"]
+    tokens = result["figures"]["tokens"]["json_output"]
+    on, off = (tokens[cache]["computed_tokens"] for cache in ("cache on", "cache off"))
+    assert tokens["times_fewer"] == round(off / on, 2)
+
+
+def test_lang_refuses_what_it_does_not_know(run_bench, tiny_model, capsys):
+    for option in ("--parts=tokens,other", "--examples=chat,other", "--no-prefix-cache"):
+        with pytest.raises(SystemExit):
+            run_bench("lang", tiny_model, option)
+    assert "other: known are" in capsys.readouterr().err

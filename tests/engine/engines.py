@@ -7,30 +7,13 @@ import pathlib
 
 import safetensors.numpy
 import tiny_models
+from tiny_models import TINY
 
 from jaxserve import messages
 from jaxserve.config import EngineConfig, MeshConfig
 from jaxserve.engine.loop import Engine
 from jaxserve.engine.start import start
 from jaxserve.types import EngineInfo, Request, TokenOutput, TokenSampling
-
-TINY = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 class ListLink:

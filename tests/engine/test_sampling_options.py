@@ -30,6 +30,7 @@ OPTIONS = [
     {"logprobs": -1, "temperature": 1.0},
     {"token_ids_logprob": (7, 3)},
     {"prompt_logprobs": 2, "logprobs": 0},
+    {"prompt_logprobs": 0, "prompt_logprobs_start": 1},
     {"prompt_logprobs": -1, "repetition_penalty": 1.4, "token_ids_logprob": (1,)},
     {"temperature": 0.0},
     {"temperature": 1.0, "top_p": 0.8, "min_p": 0.01, "num_tokens": 60},
@@ -73,8 +74,9 @@ class Watch:
         if options.prompt_logprobs is None:
             assert not result.prompt_logprobs
             return
-        assert len(result.prompt_logprobs) == len(prompt) - 1
-        for i, found in enumerate(result.prompt_logprobs, start=1):
+        first = options.prompt_logprobs_start + 1
+        assert len(result.prompt_logprobs) == len(prompt) - first
+        for i, found in enumerate(result.prompt_logprobs, start=first):
             logits = self.logits[request.request_id, i]
             check_logprobs(found, logits, options.prompt_logprobs, options, prompt[i])
 
@@ -185,6 +187,32 @@ def test_prompt_logprobs_come_whole_despite_a_cached_prefix_and_leave_one(driver
     assert results[first].cached == 0
     again = driver.submit(prompt)
     assert driver.finish()[again].cached > 0
+
+
+def test_prompt_logprobs_of_the_last_tokens_use_the_cache_and_take_one_step(tmp_path):
+    driver = make(tmp_path, max_num_seqs=16)
+    page = driver.info.page_size
+    shared = [20 + i % 50 for i in range(2 * page + 3)]
+    endings = [[90, 91], [92, 93], [94]]
+    expected = {}
+    for ending in endings:
+        driver.forget()
+        whole = driver.submit(shared + ending, prompt_logprobs=0, max_tokens=1)
+        scores = driver.finish()[whole].prompt_logprobs
+        expected[tuple(ending)] = [one.logprob for one in scores[-len(ending) :]]
+    driver.forget()
+    driver.generate([shared], max_tokens=1)
+    before = driver.engine.stats()
+    options = {"prompt_logprobs": 0, "prompt_logprobs_start": len(shared) - 1, "max_tokens": 1}
+    ids = [driver.submit(shared + ending, **options) for ending in endings]
+    results = driver.finish()
+    assert driver.engine.stats().num_steps - before.num_steps == 1
+    # of each: the 3 tokens that are not in a whole page, and the ending
+    assert driver.engine.stats().computed_tokens - before.computed_tokens == 3 * 3 + 5
+    for id, ending in zip(ids, endings, strict=True):
+        assert results[id].cached == 2 * page
+        found = [one.logprob for one in results[id].prompt_logprobs]
+        np.testing.assert_allclose(found, expected[tuple(ending)], atol=2e-5)
 
 
 def test_a_slot_leaves_nothing_to_the_next_sequence(driver):

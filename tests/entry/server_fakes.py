@@ -149,7 +149,7 @@ class FakeEngine:
 
     def _score(self, one: Running) -> TokenOutput:
         sampling, one.scores = one.request.sampling, False
-        count = len(one.request.token_ids) - 1
+        count = len(one.request.token_ids) - 1 - sampling.prompt_logprobs_start
         top = list(range(sampling.prompt_logprobs or 0))
         named = [-3.0 - i for i in range(len(sampling.token_ids_logprob))]
         logprobs = [TokenLogprobs(-0.25, top, [-1.0 - i for i in top], named)] * count

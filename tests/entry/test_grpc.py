@@ -128,6 +128,7 @@ async def test_token_options_reach_the_engine(stub, served: Served):
         no_repeat_ngram_size=3, logit_bias={7: -1.0}, bad_words=["a"],
         allowed_token_ids=pb.TokenIds(ids=[5, 9]), bad_words_ids=[pb.TokenIds(ids=[3, 4])],
         prompt_logprobs=1, token_ids_logprob=[9, 4], logprobs_mode="processed_logprobs",
+        prompt_logprobs_start=1,
     )  # fmt: skip
     responses = [r async for r in stub.Generate(pb.GenerateRequest(text="abc", sampling=sampling))]
     given = served.engine.requests[-1].sampling
@@ -137,10 +138,7 @@ async def test_token_options_reach_the_engine(stub, served: Served):
     assert (given.allowed_token_ids, given.bad_words[-1]) == ((5, 9), (3, 4))
     assert given.logprobs_mode == "processed_logprobs"
     prompt = responses[0].prompt_logprobs
-    assert [(p.token, p.logprob, p.top[0].token_id) for p in prompt] == [
-        ("b", -0.25, 0),
-        ("c", -0.25, 0),
-    ]
+    assert [(p.token, p.logprob, p.top[0].token_id) for p in prompt] == [("c", -0.25, 0)]
     assert not any(r.prompt_logprobs for r in responses[1:])
     named = responses[0].logprobs[0].named
     assert [(top.token_id, top.logprob) for top in named] == [(9, -3.0), (4, -4.0)]

@@ -181,7 +181,7 @@ async def test_token_options_reach_the_engine(client: openai.AsyncOpenAI, served
     options: dict[str, Any] = {
         "typical_p": 0.4, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3,
         "allowed_token_ids": [5, 9], "prompt_logprobs": 3, "token_ids_logprob": [4],
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": "processed_logprobs", "prompt_logprobs_start": 2,
     }  # fmt: skip
     await client.chat.completions.create(
         model="tiny", messages=CHAT["messages"], logit_bias={"7": -1}, presence_penalty=0.5,
@@ -376,6 +376,11 @@ async def test_openapi_describes_the_bodies(http: httpx.AsyncClient):
         ({"prompt": "a", "bad_words": [[1, 258]]}, "bad_words"),
         ({"prompt": "a", "bad_words": ["x"] * 1025}, "bad_words"),
         ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt": "a", "prompt_logprobs_start": 1}, "prompt_logprobs_start"),
+        (
+            {"prompt": "a", "prompt_logprobs": 0, "prompt_logprobs_start": 1},
+            "prompt_logprobs_start",
+        ),
         ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt": "a", "token_ids_logprob": [258]}, "token_ids_logprob"),
         ({"prompt": "a", "token_ids_logprob": [0] * 129}, "token_ids_logprob"),

@@ -36,6 +36,7 @@ VALUES: dict[str, Any] = {
     "bad_words": ["x"], "bad_words_ids": [[5]], "seed": 7, "stop": ["."], "stop_regex": ["i."],
     "stop_token_ids": [5], "include_stop_str_in_output": True, "ignore_eos": True, "logprobs": 2,
     "top_logprobs": 2, "prompt_logprobs": 1, "token_ids_logprob": [5], "n": 2,
+    "prompt_logprobs_start": 1,
     "logprobs_mode": "processed_logprobs", "skip_special_tokens": False, "best_of": 2,
     "truncate_prompt_tokens": 1, "echo": True, "stream": True, "stream_interval": 4,
     "stream_options": {"include_usage": True}, "use_beam_search": True, "cache_salt": "s",
@@ -65,7 +66,7 @@ WITH: dict[str, dict[str, Any]] = {
     "tool_choice": {"tools": TOOLS}, "parallel_tool_calls": {"tools": TOOLS},
     "top_logprobs_num": {"return_logprob": True}, "token_ids_logprob": {"return_logprob": True},
     "return_text_in_logprobs": {"return_logprob": True},
-    "logprob_start_len": {"return_logprob": True},
+    "logprob_start_len": {"return_logprob": True}, "prompt_logprobs_start": {"prompt_logprobs": 1},
 }  # fmt: skip
 """What a field needs beside it to mean anything; of these, what the surface has."""
 SAYS_NOTHING = {

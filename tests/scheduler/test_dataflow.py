@@ -216,15 +216,16 @@ class Engine:
         assert len(batch.rows) <= self.config.max_num_seqs
         sequences = {row.slot: row.sequence for row in batch.rows}
         ends = {}
-        for row in batch.rows:
+        for row in sorted(batch.rows, key=lambda row: row.start):
             assert sequences[row.slot] is row.sequence
             assert ends.setdefault(row.slot, row.start) == row.start, "a gap, or another's slot"
             ends[row.slot] += row.num_tokens
             if row.scores:
                 assert row.start < row.sequence.num_prompt - 1
                 assert not row.samples
-        slots = [row.slot for row in batch.rows if not row.scores]
-        assert len(set(slots)) == len(slots)
+        for samples in (True, False):  # before a prompt's rows that score, one that doesn't
+            rows = [row for row in batch.rows if not row.scores and row.samples == samples]
+            assert len({row.slot for row in rows}) == len(rows)
         is_decode = [row.num_tokens == 1 and (row.samples or row.scores) for row in batch.rows]
         assert is_decode == sorted(is_decode, reverse=True)
         assert batch.num_decode_rows == sum(is_decode)
@@ -278,7 +279,8 @@ class Engine:
                 assert (output, self.finished[request_id]) == (expected, reason)
                 asked = request.sampling.prompt_logprobs is not None
                 num_scored = len(request.token_ids) - 1 if asked else 0
-                assert self.scored[request_id] == list(range(num_scored))
+                first = request.sampling.prompt_logprobs_start
+                assert self.scored[request_id] == list(range(first, num_scored))
         stats = self.scheduler.stats()
         assert (stats.pages_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
         assert stats.generated_tokens == sum(map(len, self.outputs.values()))
@@ -300,6 +302,7 @@ def random_requests(rng: random.Random, config: SchedulerConfig):
         stop_token_ids = rng.choice(((), (), (STOP,)))
         min_tokens = rng.randint(0, max_tokens)
         prompt_logprobs = rng.choice((None, None, None, 0))
+        start = rng.choice((0, num_prompt - 1, rng.randrange(num_prompt)))
         for choice in range(rng.choice((1, 1, 1, 3))):
             yield Request(
                 request_id=f"request-{next(number)}",
@@ -310,6 +313,7 @@ def random_requests(rng: random.Random, config: SchedulerConfig):
                     seed=choice % 2,
                     stop_token_ids=stop_token_ids,
                     prompt_logprobs=prompt_logprobs,
+                    prompt_logprobs_start=start if prompt_logprobs is not None else 0,
                 ),
                 priority=rng.randrange(3),
                 cache_salt=salt,

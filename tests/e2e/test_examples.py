@@ -1,0 +1,62 @@
+"""The programs of `examples/` on the real SmolLM2."""
+
+import importlib
+import json
+import re
+
+import pytest
+
+from jaxserve import Runtime
+from jaxserve.config import cache_dir
+
+pytestmark = pytest.mark.real_model
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    if not (cache_dir() / "models" / "smollm2-135m-instruct").exists():
+        pytest.fail("the model is not pulled; `make test` does that")
+    # as tests/e2e/test_smollm2.py, whose compiled programs these are
+    limits = {"max_num_seqs": 8, "max_batched_tokens": 128, "max_model_len": 2048}
+    with Runtime(model_path="smollm2-135m-instruct", process="spawn", **limits) as runtime:
+        yield runtime
+
+
+def run(name, runtime, **changes):
+    module = importlib.import_module(f"examples.{name}")
+    items = [{**item, **changes} for item in module.ITEMS]
+    return getattr(module, name).run_batch(items, backend=runtime, temperature=0)
+
+
+def test_json_output(runtime):
+    [state] = run("json_output", runtime)
+    assert set(json.loads(state["json"])) == {"name", "age", "city"}
+
+
+def test_few_shot(runtime):
+    [state] = run("few_shot", runtime)
+    assert "Italy: Rome, Europe" in state.returned
+    assert "Egypt: Cairo, Africa" in state.returned
+    assert len(state.returned) == 8
+
+
+def test_tree_of_thought(runtime):
+    [state] = run("tree_of_thought", runtime, width=2, depth=2)
+    assert isinstance(state["answer"], int)
+    assert len(state["step"]) == 2
+    roles = [message["role"] for message in state.messages()]
+    assert roles == ["system", *["user", "assistant"] * 3]
+
+
+def test_tool_agent(runtime):
+    apples, _ = run("tool_agent", runtime)
+    assert "12 apples" in apples.returned
+    assert json.loads(apples.messages()[-3]["content"]) == {"tool": "in_stock", "fruit": "apples"}
+
+
+def test_chat(runtime):
+    [state] = run("chat", runtime)
+    answers = [m["content"] for m in state.messages() if m["role"] == "assistant"]
+    assert "Paris" in answers[0]
+    assert len(answers) == 3
+    assert len(re.findall(r"<\|im_start\|>assistant", state.text())) == 3
