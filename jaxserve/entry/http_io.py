@@ -165,6 +165,7 @@ class CompletionJob:
                 self.body.default_max_tokens,
                 self.body.priority or 0,
                 until=self._until,
+                cache_salt=self.body.cache_salt or "",
             )
 
     async def whole(self) -> dict[str, Any]:

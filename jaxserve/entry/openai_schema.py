@@ -200,8 +200,9 @@ class SamplingBody(Body):
     use_beam_search: bool | None = Field(None, description="Search with best_of beams.")
     length_penalty: float | None = Field(None, description="Of beam search.")
     early_stopping: bool | Literal["never"] | None = Field(None, description="Of beam search.")
-    # Known elsewhere, not supported yet.
-    cache_salt: only() = None  # pyright: ignore[reportInvalidTypeForm]
+    cache_salt: str | None = Field(
+        None, description="Computed prefixes are shared with requests of the same salt only."
+    )
     default_max_tokens: ClassVar[int | None] = None
     """Where max_tokens is not given; None: until the context is full."""
 
