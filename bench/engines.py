@@ -7,6 +7,8 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import msgspec
+
 from bench import record
 from jaxserve import LLM
 from jaxserve.config import EngineConfig
@@ -65,11 +67,16 @@ def device_name(info: EngineInfo) -> str:
     return record.cpu_name() if info.platform == "cpu" else info.device_kind
 
 
+def program_counts(info: EngineInfo) -> dict[str, float]:
+    return {k: round(v, 2) for k, v in msgspec.structs.asdict(info.programs).items()}
+
+
 def start_figures(info: EngineInfo) -> dict[str, Any]:
     return {
         "startup_s": round(info.startup_s, 1),
         "compile_s": round(info.compile_s, 1),
         "num_compiled": info.num_compiled,
+        "programs": program_counts(info),
         "num_pages": info.num_pages,
         "attention": info.attention,
     }

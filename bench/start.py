@@ -15,8 +15,6 @@ import tempfile
 import time
 from typing import Any
 
-import msgspec
-
 from bench import engines, record
 from jaxserve import LLM, SamplingParams
 
@@ -40,7 +38,7 @@ def start_once(arguments: argparse.Namespace) -> None:
         "engine_s": round(info.startup_s, 2),
         "weights_s": round(info.load_s, 2),
         "programs_s": round(info.compile_s, 2),
-        "programs": {k: round(v, 2) for k, v in msgspec.structs.asdict(info.programs).items()},
+        "programs": engines.program_counts(info),
         "first_answer_s": answers_s[0],
         "second_answer_s": answers_s[1],
         "num_pages": info.num_pages,

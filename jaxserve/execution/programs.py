@@ -88,13 +88,7 @@ class Program:
     def lower(self) -> jax.stages.Lowered:
         function = functools.partial(self.function)
         function.__name__ = self.name  # type: ignore[attr-defined]
-        jitted = jax.jit(
-            function,
-            donate_argnums=self.donate,
-            out_shardings=self.out_shardings,
-            # so that what was lowered, and the tree of arguments, say all about how it is called
-            keep_unused=True,
-        )
+        jitted = jax.jit(function, donate_argnums=self.donate, out_shardings=self.out_shardings)
         with jax.default_matmul_precision(self.precision):
             return jitted.lower(*self.arguments)
 
@@ -161,9 +155,7 @@ class Programs:
                 self._count(num_found=1)
                 return compiled
         lowered = self._lower(program)
-        rest = dataclasses.replace(program, traits=()).identity()
-        name = self._hash(lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree), rest)
-        path = self._folder / f"{name}.program"
+        path = self._folder / f"{self._hash(*_lowered_identity(program, lowered))}.program"
         compiled = self._load(path)
         if compiled is None:
             compiled = self._compile(program, lowered)
@@ -287,6 +279,14 @@ def make_private(folder: pathlib.Path) -> pathlib.Path:
     if stat.st_mode & 0o022:
         raise PermissionError("users other than its owner may write in the folder")
     return folder
+
+
+def _lowered_identity(program: Program, lowered: jax.stages.Lowered) -> tuple[Any, ...]:
+    """All that decides what becomes of a lowered program, and how that is called."""
+    rest = dataclasses.replace(program, traits=()).identity()
+    # arguments that nothing uses are left out of the text
+    kept = sorted(lowered._lowering.compile_args["kept_var_idx"])  # pyright: ignore
+    return lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree), kept, rest
 
 
 def _touch(path: pathlib.Path) -> None:

@@ -12,7 +12,7 @@ import tiny_models
 from jaxserve import LLM, SamplingParams
 from jaxserve.types import InvalidRequest
 
-LIMITS = {"max_num_seqs": 8, "max_batched_tokens": 64, "num_pages": 64, "page_size": 8}
+LIMITS = {"max_num_seqs": 4, "max_batched_tokens": 32, "num_pages": 200, "page_size": 8}
 PROMPT = "Seven beams at a time. "
 
 

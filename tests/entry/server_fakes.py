@@ -24,6 +24,7 @@ from jaxserve.observation import EngineState
 from jaxserve.types import (
     EngineInfo,
     EngineStats,
+    ProgramCounts,
     Request,
     SamplingParams,
     TokenLogprobs,
@@ -210,6 +211,7 @@ def fake_info(**changes: Any) -> EngineInfo:
         "platform": "cpu", "device_kind": "cpu", "mesh": {"data": 1, "tensor": 1},
         "dtype": "float32", "attention": "reference", "num_compiled": 2, "compile_s": 0.1,
         "load_s": 0.1, "startup_s": 0.2,
+        "programs": ProgramCounts(1, 1, 1, read_s=0.1, trace_s=0.3, compile_s=0.2),
     }  # fmt: skip
     return EngineInfo(**(fields | changes))
 

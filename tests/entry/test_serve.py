@@ -59,7 +59,10 @@ async def test_it_says_what_it_serves():
     assert f"gRPC      {served.target}" in lines
     assert "compile   2/2 mixed 64" in lines
     assert any("64 pages of 16 tokens = 1,024 tokens" in line for line in lines)
-    assert any("2 programs in 0.1 s" in line for line in lines)
+    assert (
+        "compiled  2 programs in 0.1 s, 1 kept from before (read in 0.1 s), 1 traced in 0.3 s, "
+        "1 compiled in 0.2 s of threads; weights loaded in 0.1 s; ready after 0.2 s"
+    ) in lines
     assert lines[-2:] == ["ready", "stopped"]
     assert served.task.result() == 0
 

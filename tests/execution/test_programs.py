@@ -2,6 +2,7 @@
 else."""
 
 import functools
+import gc
 import logging
 import os
 
@@ -151,6 +152,35 @@ def test_code_hash_follows_the_files(tmp_path, monkeypatch):
     assert programs._code() == before
     (tmp_path / "b.py").rename(tmp_path / "c.py")
     assert programs._code() != before
+
+
+def test_which_arguments_are_used_decides_too(folder, monkeypatch):
+    def of_first(x, y):
+        return x + 1
+
+    def of_second(x, y):
+        return y + 1
+
+    monkeypatch.setattr(programs, "_code", lambda: "before")
+    x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=WHOLE)
+    changes = {"arguments": (x, x), "donate": (), "out_shardings": WHOLE}
+    assert origin(folder, make(of_first, **changes)) == "compiled"
+    monkeypatch.setattr(programs, "_code", lambda: "after")
+    compiled, _ = get(folder, make(of_second, **changes))
+    assert compiled(np.zeros(4, np.float32), np.ones(4, np.float32)).tolist() == [2] * 4
+
+
+def test_programs_do_not_outlive_their_users(folder):
+    def num_live():
+        gc.collect()
+        return len(DEVICES[0].client.live_executables())
+
+    before = num_live()
+    for program in (make(), make(), make(name="other")):
+        compiled = get(folder, program)
+        assert num_live() == before + 1
+        del compiled
+        assert num_live() == before
 
 
 def flip(data: bytes) -> bytes:
