@@ -217,7 +217,6 @@ def main() -> None:
         load_format=arguments.load_format,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.batch,
-        process="spawn",
         on_progress=lambda progress: print(progress.stage, progress.text, flush=True),
     ) as llm:
         info = llm.info

@@ -42,6 +42,7 @@ class Result:
     logprobs: list
     prompt_logprobs: list
     error: str | None = None
+    invalid_field: str | None = None
 
 
 class Driver:
@@ -94,7 +95,7 @@ class Driver:
             result.logprobs += output.logprobs or []
             assert not (output.prompt_logprobs and result.token_ids), "the prompt's come first"
             result.prompt_logprobs += output.prompt_logprobs or []
-            result.error = output.error
+            result.error, result.invalid_field = output.error, output.invalid_field
         return dict(found)
 
     def outputs(self) -> list[TokenOutput]:

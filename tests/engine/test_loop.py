@@ -77,7 +77,8 @@ def test_a_request_that_can_never_fit_is_refused_and_blocks_nobody(tmp_path):
     fits = small.submit([3, 4, 5])
     results = small.finish()
     assert results[too_long].finish_reason == "error"
-    assert "max_tokens" in results[too_long].error
+    assert results[too_long].error.startswith("is 20, with the prompt's 37 tokens 57")
+    assert results[too_long].invalid_field == "max_tokens"
     assert results[fits].finish_reason == "length"
 
 

@@ -21,12 +21,13 @@ EXAMPLES = {
     "typical_p": 0.9, "seed": 3, "repetition_penalty": 1.1, "presence_penalty": 0.5,
     "frequency_penalty": 0.5, "no_repeat_ngram_size": 3, "bad_words": ["no"], "stop": ["a", "b"],
     "stop_regex": ["[0-9]"], "guided_choice": ["a", "b"], "guided_grammar": 'start: "a"',
-    "top_logprobs": 2, "prompt_logprobs": 2, "best_of": 3, "length_penalty": 1.5,
-    "stream_interval": 4, "priority": 1,
+    "top_logprobs": 2, "prompt_logprobs": 2, "prompt_logprobs_start": 3, "best_of": 3,
+    "length_penalty": 1.5, "stream_interval": 4, "priority": 1,
 }  # fmt: skip
 NEEDS = {
     "top_logprobs": {"logprobs": True},
     "prompt_logprobs": {"stream": False},
+    "prompt_logprobs_start": {"stream": False, "prompt_logprobs": 2},
     "length_penalty": {"use_beam_search": True, "n": 2, "temperature": 0, "stream": False},
     "early_stopping": {"use_beam_search": True, "n": 2, "temperature": 0, "stream": False},
     "use_beam_search": {"n": 2, "temperature": 0, "stream": False},
