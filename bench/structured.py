@@ -199,6 +199,13 @@ def compare_forcing(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+PARTS = {
+    "latency": compare_latency,
+    "forced tokens": compare_forcing,
+    "throughput": compare_throughput,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
@@ -211,7 +218,11 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=224)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--parts", default=",".join(PARTS))
     arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(unknown)}; known are {', '.join(PARTS)}")
     with LLM(
         arguments.model,
         load_format=arguments.load_format,
@@ -221,11 +232,9 @@ def main() -> None:
     ) as llm:
         info = llm.info
         figures: dict[str, Any] = {}
-        figures["latency"] = compare_latency(llm, arguments)
-        print(figures["latency"], flush=True)
-        figures["forced tokens"] = compare_forcing(llm, arguments)
-        print(figures["forced tokens"], flush=True)
-        figures["throughput"] = compare_throughput(llm, arguments)
+        for part in parts:
+            figures[part] = PARTS[part](llm, arguments)
+            print(part, figures[part], flush=True)
         stats = llm.stats()
         compiled = stats.grammar_compile_seconds
         figures["grammars"] = {
