@@ -148,6 +148,34 @@ def test_tpu_copies_no_cache(name, impl, monkeypatch):
         check_memory(*compile_decode(device, impl, 32, 8, 128, 16, jnp.bfloat16))
 
 
+def test_h200_kernels_that_start_early_read_only_weights_before_they_wait(monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    compile_decode(h200()[0], "gpu", 32, 8, 128, 16, jnp.bfloat16)
+    whole = NamedSharding(make_mesh(MeshConfig(), h200()), PartitionSpec())
+    x, weight, parts, row = (
+        jax.ShapeDtypeStruct(dims, dtype, sharding=whole)
+        for dims, dtype in (
+            ((8, 4096), jnp.bfloat16),
+            ((6144, 4096), jnp.bfloat16),
+            ((4, 8, 4096), jnp.float32),
+            ((4096,), jnp.bfloat16),
+        )
+    )
+    config = choose("NVIDIA H200", 8, weight.shape, jnp.dtype(jnp.bfloat16))
+    jax.jit(functools.partial(decode_matmul, config=config)).lower(x, weight).compile()
+    jax.jit(functools.partial(add_norm, eps=1e-5)).lower(x, parts, row).compile()
+    found = re.split(r"\.visible \.entry (\w+)_mosaic_gpu_kernel\(", capfd.readouterr().out)
+    texts = dict(zip(found[1::2], found[2::2], strict=True))
+    assert set(texts) == {"paged_decode", "write_kv", "decode_matmul", "add_norm"}
+    for name, text in texts.items():
+        assert "griddepcontrol.launch_dependents" in text, name
+        before, *_ = text.split("griddepcontrol.wait")
+        assert before != text, name
+        assert "ld.global" not in before, name
+        maps = set(re.findall(r"cp\.async\.bulk\.\S+ \[%\w+\], \[(%\w+)", before))
+        assert len(maps) == (name == "decode_matmul"), name  # of the weight
+
+
 @pytest.mark.parametrize("rows", [1, 64, 128])
 @pytest.mark.parametrize("shape", [*TUNED["NVIDIA H200"], (5120, 5120), (8960, 2, 1536)])
 def test_h200_products_spill_nothing(shape, rows, monkeypatch, capfd):

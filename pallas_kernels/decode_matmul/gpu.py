@@ -14,6 +14,8 @@ busy; the weight is read once, the rows once a block (out of L2):
 
 Rows are the left side of a wgmma, 64 a warpgroup; what the rows past the last one hold is never
 written. Weights lie as checkpoints have them, outputs first.
+
+The first weights are read while the kernel ahead still runs (see `early_launch`).
 """
 
 import functools
