@@ -290,6 +290,7 @@ RANGES = {
     "n": Range(1, MAX_CHOICES, True),
     "truncate_prompt_tokens": Range(-1, MAX_INT, True, words="-1, or 1 or more"),
     "stream_interval": Range(1, MAX_INT, True),
+    "length_penalty": Range(-10, 10),
 }
 """Of SamplingParams' numbers, but for those whose range depends on others."""
 
@@ -511,7 +512,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.max_tokens == 0:
             need("use_beam_search", self.use_beam_search is not True, "false with max_tokens 0")
             need("best_of", self.best_of in (None, self.n), "n with max_tokens 0")
-        need("length_penalty", real(self.length_penalty), "a number")
         need(
             "early_stopping",
             isinstance(self.early_stopping, bool) or self.early_stopping == "never",

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message
 from jaxserve.config import ServerConfig
 from jaxserve.entry import files
 from jaxserve.entry.body_fields import Body
-from jaxserve.entry.failures import HttpFailure
+from jaxserve.entry.failures import ABORTED, HttpFailure
 from jaxserve.entry.front import Front
 from jaxserve.entry.http_io import encode, json_response, read, takes
 from jaxserve.types import InvalidRequest
@@ -214,7 +214,7 @@ class Runner:
         async def work() -> None:
             for index, line in left:
                 status, answer, request_id = await self._ask(line)
-                if status == 503:  # the server drains: what is left is nobody's answer
+                if status == 503 and self._front.draining:  # what is left is nobody's answer
                     return
                 text = encode(
                     {
@@ -249,7 +249,9 @@ class Runner:
     async def _ask(self, line: Line) -> tuple[int, dict[str, Any], str]:
         while True:
             answer = await call(self._app, line.url, encode(line.body))
-            if answer[0] not in (429, 503) or self._front.draining:
+            status, body, _ = answer
+            is_aborted = status == 503 and body["error"]["code"] == ABORTED
+            if status not in (429, 503) or is_aborted or self._front.draining:
                 return answer
             await asyncio.sleep(RETRY_S)
 

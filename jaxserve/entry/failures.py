@@ -22,6 +22,10 @@ class UnsupportedParameter(InvalidRequest):
     """A parameter that other servers know and this one doesn't, with a value that would matter."""
 
 
+ABORTED = "request_aborted"
+"""The code of a RequestAborted."""
+
+
 class RequestAborted(RuntimeError):
     """Somebody else ended the request, by the Abort call."""
 
@@ -118,8 +122,7 @@ def describe(error: BaseException) -> Failure:
             code = "engine_unavailable"
             return Failure(503, "UNAVAILABLE", "service_unavailable_error", message, code=code)
         case RequestAborted():
-            code = "request_aborted"
-            return Failure(503, "ABORTED", "service_unavailable_error", message, code=code)
+            return Failure(503, "ABORTED", "service_unavailable_error", message, code=ABORTED)
         case RequestFailed():
             return Failure(500, "INTERNAL", "server_error", message, code="request_failed")
         case _:

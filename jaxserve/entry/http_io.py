@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxserve.entry.body_fields import Body, parse
 from jaxserve.entry.client import Until
-from jaxserve.entry.failures import Failure, HttpFailure
+from jaxserve.entry.failures import ABORTED, Failure, HttpFailure
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.openai_answers import Completion, usage_body
 from jaxserve.entry.openai_schema import SamplingBody
@@ -74,6 +74,8 @@ def failure_response(failure: Failure, headers: Any = None) -> Response:
     headers = dict(headers or {})
     if failure.retry_after_s is not None:
         headers["retry-after"] = str(failure.retry_after_s)
+    if failure.code == ABORTED:
+        headers["x-should-retry"] = "false"  # OpenAI's clients would send it anew
     return json_response(failure.body, failure.status, headers)
 
 

@@ -20,7 +20,7 @@ from jaxserve.entry import openai_schema as schema
 from jaxserve.entry.body_fields import Body, Stop, only, sampling_params
 from jaxserve.entry.chat_format import ChatFormat, Message
 from jaxserve.entry.client import Until
-from jaxserve.entry.failures import Failure, HttpFailure
+from jaxserve.entry.failures import ABORTED, Failure, HttpFailure
 from jaxserve.entry.front import Front, Record
 from jaxserve.entry.http_io import answer, begin, encode, json_response, read, takes
 from jaxserve.entry.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
@@ -469,7 +469,7 @@ class ResponseJob:
         stored.conversation = merge_assistant([*stored.conversation, *answered])
 
     def fail(self, failure: Failure) -> None:
-        status = "cancelled" if failure.code == "request_aborted" else "failed"
+        status = "cancelled" if failure.code == ABORTED else "failed"
         self.stored.body["status"] = status
         if status == "failed":
             code = failure.code or "server_error"

@@ -330,6 +330,7 @@ async def test_abort_by_name_and_all():
         check_error(await ask("one"), 400, "request_id")
         assert (await http.post("/abort_request", json={"rid": "two"})).status_code == 200
         assert check_error(await tasks[1], 503)["code"] == "request_aborted"
+        assert (await tasks[1]).headers["x-should-retry"] == "false"
         assert not tasks[0].done()
         await http.post("/abort_request", json={"abort_all": True})
         for task in (tasks[0], tasks[2]):
