@@ -199,7 +199,9 @@ class GenerateRequest(Body):
                     raise InvalidRequest(name, "needs return_logprob")
             if self.scores_prompt:
                 raise InvalidRequest("logprob_start_len", "needs return_logprob")
-        bodies = self.sampling_params or SglangSampling.model_construct()
+        bodies = self.sampling_params
+        if bodies is None:
+            bodies = SglangSampling.model_construct()
         if isinstance(bodies, SglangSampling):
             bodies = [bodies] * num_prompts
         if len(bodies) != num_prompts:

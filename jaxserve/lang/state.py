@@ -15,6 +15,9 @@ from jaxserve.lang.expressions import Expression, Gen, Joined, Role, Select
 from jaxserve.lang.interpreter import evaluate
 from jaxserve.lang.transcript import ProgramCancelled, Result, Transcript, Variable
 
+type Appended = Variable | list[Appended | None]
+"""What is under a name; of joined forks a list, None where a fork has none of that name."""
+
 
 class Execution:
     """One run of a program: its requests, shared by the state and its forks."""
@@ -116,8 +119,8 @@ class State:
     def __init__(self, execution: Execution, transcript: Transcript | None = None):
         self._execution = execution
         self._transcript = transcript or Transcript()
-        self._variables: dict[str, Variable | list[Variable | None]] = {}
-        """By name; of joined forks a list, None where a fork has none of that name."""
+        self._variables: dict[str, Appended] = {}
+        """By name."""
         self.returned: Any = None
         """What the program returned."""
 
@@ -187,12 +190,14 @@ class State:
         return name in self._variables
 
     def _read(self, name: str, read: Any) -> Any:
-        found = self._find(name)
-        if isinstance(found, Variable):
-            return read(found)
-        return [None if one is None else read(one) for one in found]
+        def values(found: Appended) -> Any:
+            if isinstance(found, Variable):
+                return read(found)
+            return [None if one is None else values(one) for one in found]
 
-    def _find(self, name: str) -> Variable | list[Variable | None]:
+        return values(self._find(name))
+
+    def _find(self, name: str) -> Appended:
         execution = self._execution
         with execution.news:
             execution.news.wait_for(
@@ -207,7 +212,7 @@ class State:
             raise KeyError(f"{name!r}; there are {', '.join(self._variables) or 'none'}")
         return self._variables[name]
 
-    def _set(self, name: str, variable: Variable | list[Variable | None]) -> None:
+    def _set(self, name: str, variable: Appended) -> None:
         with self._execution.news:
             self._variables[name] = variable
             self._execution.news.notify_all()
@@ -289,8 +294,7 @@ class Forks(Sequence[State]):
         for state in self._states:
             names |= {n: None for n, v in state._variables.items() if self._before.get(n) is not v}
         for name in names:
-            found = [state._variables.get(name) for state in self._states]
-            self._parent._set(name, [one if isinstance(one, Variable) else None for one in found])
+            self._parent._set(name, [state._variables.get(name) for state in self._states])
 
     def __enter__(self) -> Self:
         return self

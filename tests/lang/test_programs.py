@@ -225,6 +225,24 @@ def test_a_type_keeps_the_stops_that_were_given(scripted):
     assert len(backend.params[0].stop_regex) == 2
 
 
+def test_forks_of_forks_join_as_lists_of_lists(scripted):
+    backend = scripted(lambda text: (text[-1].upper(), None))
+
+    @function
+    def program(s):
+        s += "a"
+        with s.fork(2) as forks:
+            for i, fork in enumerate(forks):
+                with fork.fork(2) as inner:
+                    for j, leaf in enumerate(inner):
+                        leaf += "wxyz"[2 * i + j] + gen("letter")
+        return s["letter"]
+
+    state = program.run(backend=backend)
+    assert state.returned == state["letter"] == [["W", "X"], ["Y", "Z"]]
+    assert len(state.get_meta("letter")[1]) == 2
+
+
 def test_forks_go_on_by_themselves_and_join(scripted):
     backend = scripted(lambda text: (text[-1].upper(), None))
 
