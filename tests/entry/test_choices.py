@@ -265,6 +265,7 @@ async def test_a_search_fails_with_its_engine(fake_engine, byte_level):
         ({"presence_penalty": None}, "presence_penalty"),
         ({"n": None}, "n"),
         ({"use_beam_search": True, "early_stopping": "x"}, "early_stopping"),
+        ({"use_beam_search": True, "length_penalty": 1000}, "length_penalty"),
         ({"use_beam_search": True, "length_penalty": float("nan")}, "length_penalty"),
         ({"skip_special_tokens": 1}, "skip_special_tokens"),
         ({"echo": "yes"}, "echo"),
