@@ -133,8 +133,9 @@ def parse_lines(content: bytes, endpoint: str) -> tuple[list[Line], list[dict[st
             wrong(number, f"url is {line.url[:60]!r}; allowed: the batch's endpoint")
         elif line.custom_id in seen:
             wrong(number, f"custom_id {line.custom_id[:60]!r} comes twice")
-        elif line.body.get("stream"):
-            wrong(number, "body.stream is true; allowed: false")
+        for field in ("stream", "background"):  # whose answers come later, or in parts
+            if line.body.get(field):
+                wrong(number, f"body.{field} is true; allowed: false")
         seen.add(line.custom_id)
         lines.append(line)
         if len(lines) > MAX_LINES:

@@ -172,11 +172,11 @@ def _check(response: httpx.Response) -> None:
         return
     try:
         error = response.json()["error"]
-        message, param = error["message"], error.get("param")
+        message, param, code = error["message"], error.get("param"), error.get("code")
     except (ValueError, KeyError, TypeError):
-        message, param = response.text[:500], None
+        message, param, code = response.text[:500], None, None
     match response.status_code:
-        case httpx.codes.SERVICE_UNAVAILABLE:
+        case httpx.codes.SERVICE_UNAVAILABLE if code != "request_aborted":
             raise EngineDead(message)
         case status if status >= httpx.codes.INTERNAL_SERVER_ERROR:
             raise RequestFailed(message)

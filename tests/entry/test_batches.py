@@ -117,6 +117,7 @@ async def test_cancelled_batches_keep_what_is_done(client, served):
         (lines({"prompt": "a"}, url="/v1/embeddings"), "url"),
         (lines({"prompt": "a"}, {"prompt": "b"}, custom_id="x"), "twice"),
         (lines({"prompt": "a", "stream": True}), "stream"),
+        (lines({"prompt": "a", "background": True}), "body.background"),
         (lines({"prompt": "a"}, more=1), "more"),
     ],
 )

@@ -5,6 +5,7 @@ import threading
 import time
 import traceback
 
+import httpx
 import pytest
 
 import jaxserve
@@ -21,7 +22,9 @@ from jaxserve import (
     system,
     user,
 )
+from jaxserve.lang import endpoint
 from jaxserve.lang.interpreter import _groups
+from jaxserve.types import EngineDead
 
 
 def test_text_and_variables_grow_in_order(scripted):
@@ -523,3 +526,13 @@ def test_a_closed_backend_ends_its_programs(scripted):
         state.wait()
     with pytest.raises(jaxserve.EngineDead):
         program.run(backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [("request_aborted", RequestFailed), ("engine_unavailable", EngineDead)]
+)
+def test_a_server_whose_request_was_aborted_is_not_dead(code, error):
+    body = {"error": {"message": "why", "code": code}}
+    asked = httpx.Request("POST", "http://server/generate")
+    with pytest.raises(error, match="why"):
+        endpoint._check(httpx.Response(503, json=body, request=asked))
