@@ -29,12 +29,12 @@ from sharding.mesh import make_mesh
 
 PAGE_SIZE = 16
 PAGES = 256
-CHOOSE = linear.choose
-
+CHOOSE, ADDS_IN_KERNEL = linear.choose, linear.adds_in_kernel
+PRODUCT_OPTIONS = dict(runners.COMPILER_OPTIONS)
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "pdl": {"xla_gpu_enable_pdl": True},
     "nograph": {"xla_gpu_enable_command_buffer": ""},
+    "pdl": {"xla_gpu_enable_pdl": True},
     "cache99": {"xla_cmd_buffer_trace_cache_size": 99},
     "skiptemp": {"xla_gpu_command_buffer_update_mode": "SKIP_TEMP"},
     "nodsf": {"xla_gpu_enable_dynamic_slice_fusion": False},
@@ -43,14 +43,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def variant(name: str) -> None:
-    """`ours`, or `xla`: without the kernels of our own for products and norms; then options of the
-    compiler, such as `ours+nograph`."""
+    """`ours`, as the engine runs it, or `xla`: without the kernels of our own for products and
+    norms; then options of the compiler. `ours+nograph`: without command buffers, which keep
+    kernels from starting early."""
     jax.clear_caches()
     base, *options = name.split("+")
     linear.choose = CHOOSE if base == "ours" else lambda *_: None
-    chosen = {key: value for option in options for key, value in OPTIONS[option].items()}
-    for kind in ("decode", "mixed"):
-        runners.COMPILER_OPTIONS["gpu", kind] = chosen
+    linear.adds_in_kernel = ADDS_IN_KERNEL if base == "ours" else lambda *_: False
+    runners.COMPILER_OPTIONS.clear()
+    for kind in (("gpu", "decode"), ("gpu", "mixed")):
+        chosen = dict(PRODUCT_OPTIONS.get(kind, {}))
+        for option in options:
+            chosen |= OPTIONS[option]
+        runners.COMPILER_OPTIONS[kind] = chosen
 
 
 def measure(

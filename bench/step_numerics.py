@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=300)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--calls", type=int, default=CALLS)
+    parser.add_argument("--variant", default="ours", help="see bench.step")
     arguments = parser.parse_args()
     config = json.loads((arguments.model / "config.json").read_text())
     config |= {"num_hidden_layers": min(arguments.layers, config["num_hidden_layers"])}
@@ -112,7 +113,7 @@ def main() -> None:
         inputs = (model, mesh, leaves, shape, arguments.context)
         variant("xla")
         expected, _ = logits(*inputs, "reference", 1)
-        variant("ours")
+        variant(arguments.variant)
         got, others = logits(*inputs, ours, arguments.calls)
         found[str(shape)] = {
             "calls": arguments.calls,

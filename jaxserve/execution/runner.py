@@ -32,11 +32,12 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 COMPILER_OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("gpu", "mixed"): {"xla_gpu_enable_command_buffer": ""},
-    ("gpu", "decode"): {"xla_gpu_enable_command_buffer": ""},
 }
 """By platform and kind of step. A command buffer is brought up to date before its first kernel may
-start, 2 ms for a prefill, and keeps kernels from starting before the ones ahead have ended (see
-`pallas_kernels.early_launch`): 1 to 4 % of a decode step (H200, JAX 0.11.2)."""
+start: 2 ms for a prefill (H200, JAX 0.11.2), whose long kernels gain nothing from it. It also keeps
+kernels from starting before the ones ahead have ended (see `pallas_kernels.early_launch`), 1 to 4 %
+of a decode step; decode steps keep it until `bench.step_numerics --variant ours+nograph` has passed
+on a card."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what was compiled, how many are done, and of how many."""

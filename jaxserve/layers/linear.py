@@ -57,8 +57,13 @@ def linear_to_add(
         return parts
     x = placement.constrain(linear(x, weight, placement), ("tokens", "embed"))
     x = x if bias is None else x + bias.get_value()
-    is_hopper = placement.device_kind is not None and dispatch.is_hopper(placement.device_kind)
-    return x[None] if is_hopper and x.dtype.itemsize == 2 else x
+    return x[None] if adds_in_kernel(placement, x.dtype) else x
+
+
+def adds_in_kernel(placement: Placement, dtype: jnp.dtype) -> bool:
+    """Whether `add_norm` takes what `linear_to_add` gives."""
+    kind = placement.device_kind
+    return kind is not None and dispatch.is_hopper(kind) and dtype.itemsize == 2
 
 
 def gated_linear(
