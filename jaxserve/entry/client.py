@@ -715,7 +715,7 @@ class Client:
                     case messages.Stopped():
                         self._die("the engine was shut down")
                         return
-        except Exception as error:
+        except Exception as error:  # nobody awaits the task: who waits for the engine is told
             log.exception("the link to the engine broke")
             self._die(f"the link to the engine broke: {error!r}")
 

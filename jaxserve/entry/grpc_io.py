@@ -100,7 +100,7 @@ def service_handlers(service: ServiceDescriptor, servicer: Any) -> grpc.GenericR
                 return await method(request, context)
             except grpc.aio.AbortError:
                 raise
-            except Exception as error:
+            except Exception as error:  # the boundary: every error ends its call with a status
                 failure = describe(error)
                 if failure.grpc == "INTERNAL":
                     log.error("a call failed", exc_info=error)
@@ -141,7 +141,7 @@ async def recorded(
     try:
         yield record
         record.end("OK")
-    except Exception as error:
+    except Exception as error:  # the boundary, as above; `fail` logs faults of ours
         await give_up(context, record.fail(error))
     finally:
         await record.close()

@@ -61,7 +61,7 @@ class Execution:
         on_text = variable.push if self._streams else None
         try:
             return await evaluate(self._backend, transcript, variable, self._sampling, on_text)
-        except Exception as error:
+        except Exception as error:  # raised again, with the program's line
             error.add_note(f"in the program: {variable.expression} at {variable.place}")
             raise
 
@@ -69,7 +69,7 @@ class Execution:
         """Waits for it. Raises: what went wrong with it, ProgramCancelled."""
         try:
             return variable.result()
-        except Exception as error:
+        except Exception as error:  # raised again; noted that the program has had it
             self._told.add(id(error))
             raise
 
@@ -83,7 +83,7 @@ class Execution:
         for variable in self._variables:
             try:
                 variable.result()
-            except Exception as error:
+            except Exception as error:  # raised again, unless the program has had it
                 if id(error) not in self._told:
                     raise
 
