@@ -53,7 +53,7 @@ def call_s(call: Callable[[], Any], repeats: int) -> list[float]:
 def measure(runner: Runner, shape: StepShape, repeats: int) -> dict[str, Any]:
     """Sends a step of padding only, which writes nothing but page 0."""
     packed = np.zeros(step.packed_size(shape), np.int32)
-    rows = runner.buckets.num_logits(shape)
+    rows = runner.buckets.num_logits(shape.seqs)
     options = np.zeros((len(step.RowOptions._fields), rows), np.int32)
     sample = runner._samples[SampleShape(SampleKind.GREEDY, rows)]
     keep = jax.jit(

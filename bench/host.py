@@ -56,7 +56,7 @@ def measure(num_seqs: int, context: int, steps: int, temperature: float) -> dict
             scheduler.commit(previous, np.full(len(previous.sampling_rows), 77).tolist())
         committed = time.perf_counter()
         if batch is not None and shape is not None:
-            packer.pack_sampling(batch, buckets.num_logits(shape))
+            packer.pack_sampling(batch, buckets.num_logits(len(batch.rows)))
         packed_sampling = time.perf_counter()
         if batch is not None and previous is not None and batch.kind == "decode" == previous.kind:
             taken["schedule"].append(scheduled - start)

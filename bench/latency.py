@@ -11,6 +11,8 @@ The floor of a decode step is the bytes that it must read, at the rate that the 
   sliding window, the window at most
 - rate: 4.3 TB/s for an H200; elsewhere a large copy's, read and write counted, in the same run
 `share_of_floor` is floor / measured: 1 is all that the memory could do.
+`engine_ms`: means of the case's steps by kind, from when a step was sent or the one before read
+until it is read, and of the host's work between two waits for the device.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from bench.trace import make_prompts
 from checkpoints.resolve import resolve
 from jaxserve import LLM, SamplingParams
 from jaxserve.models.config import ModelConfig
-from jaxserve.types import EngineInfo
+from jaxserve.types import EngineInfo, EngineStats
 
 COPY_RATE = {"NVIDIA H200": 4.3e12}
 """Bytes/s, by device kind."""
@@ -38,6 +40,17 @@ def generate_s(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
     start = time.perf_counter()
     llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))
     return time.perf_counter() - start
+
+
+def engine_ms(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """Means of the steps between two readings, and of the host's work between two waits."""
+    means = {}
+    for name, new in {**after.step_seconds, "host": after.host_gap_seconds}.items():
+        old = {**before.step_seconds, "host": before.host_gap_seconds}.get(name)
+        count = new.count - (old.count if old else 0)
+        if count:
+            means[name] = round((new.total - (old.total if old else 0)) / count * 1e3, 3)
+    return means
 
 
 def step_bytes(info: EngineInfo, model: ModelConfig, batch: int, context: float) -> float:
@@ -66,7 +79,7 @@ def measure(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
     decode: dict[str, Any] = {}
     seed = 0
     for batch in map(int, filter(None, arguments.batches.split(","))):
-        times = []
+        times, before = [], llm.stats()
         for _ in range(arguments.repeats + 1):
             seconds = []
             for tokens in (arguments.short, arguments.long):
@@ -80,12 +93,13 @@ def measure(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
             "tokens_per_s": round(batch / step, 1),
             "step_bytes": round(step_bytes(llm.info, model, batch, context)),
             "all_ms": [round(t * 1e3, 3) for t in times],
+            "engine_ms": engine_ms(before, llm.stats()),
         }
         print(f"batch {batch}: {step * 1e3:.3f} ms a step", flush=True)
     prefill: dict[str, Any] = {}
     for case in filter(None, arguments.prefill.split(",")):
         count, length = map(int, case.split("x"))
-        times = []
+        times, before = [], llm.stats()
         for _ in range(arguments.repeats + 1):
             seed += 1
             times.append(generate_s(llm, make_prompts(count, length, seed, vocab), 1))
@@ -93,6 +107,8 @@ def measure(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
         prefill[case] = {
             "ms": round(seconds * 1e3, 2),
             "tokens_per_s": round(count * length / seconds),
+            "all_ms": [round(t * 1e3, 2) for t in times],
+            "engine_ms": engine_ms(before, llm.stats()),
         }
         print(f"prefill {case}: {seconds * 1e3:.1f} ms", flush=True)
     return {"decode": decode, "prefill": prefill}

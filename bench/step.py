@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import record
-from bench.device_events import recorded
+from bench.device_events import Event, recorded
 from jaxserve.config import MeshConfig
 from jaxserve.execution import runner as runners
 from jaxserve.execution import step
@@ -30,7 +30,7 @@ from sharding.mesh import make_mesh
 PAGE_SIZE = 16
 PAGES = 256
 CHOOSE, ADDS_IN_KERNEL = linear.choose, linear.adds_in_kernel
-PRODUCT_OPTIONS = dict(runners.COMPILER_OPTIONS)
+PRODUCT_OPTIONS = runners.compiler_options
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "nograph": {"xla_gpu_enable_command_buffer": ""},
@@ -50,12 +50,10 @@ def variant(name: str) -> None:
     base, *options = name.split("+")
     linear.choose = CHOOSE if base == "ours" else lambda *_: None
     linear.adds_in_kernel = ADDS_IN_KERNEL if base == "ours" else lambda *_: False
-    runners.COMPILER_OPTIONS.clear()
-    for kind in (("gpu", "decode"), ("gpu", "mixed")):
-        chosen = dict(PRODUCT_OPTIONS.get(kind, {}))
-        for option in options:
-            chosen |= OPTIONS[option]
-        runners.COMPILER_OPTIONS[kind] = chosen
+    chosen: dict[str, Any] = {}
+    for option in options:
+        chosen |= OPTIONS[option]
+    runners.compiler_options = lambda *shape: PRODUCT_OPTIONS(*shape) | chosen
 
 
 def measure(
@@ -79,6 +77,7 @@ def measure(
     runner.num_pages = batch * needed + 1
     start = time.perf_counter()
     runner._compile_step(shape)
+    runner._compile_head(batch)
     compile_s = time.perf_counter() - start
     runner.start(leaves)
     parts = step.layout(shape)
@@ -93,12 +92,9 @@ def measure(
     argmax = jax.jit(lambda logits: jnp.argmax(logits, -1).astype(jnp.int32))
 
     def send():
-        logits, runner._kv = runner._steps[shape](
-            runner._leaves, runner._kv, runner._last_token, packed
-        )
-        runner._last_token = argmax(logits)
-        runner._last_token.copy_to_host_async()
-        return runner._last_token
+        runner._last_token = tokens_out = argmax(runner.send(shape, packed, batch))
+        tokens_out.copy_to_host_async()
+        return tokens_out
 
     hot_sends: list[float] = []
 
@@ -114,7 +110,7 @@ def measure(
     run(5)
     kernels: dict[str, Any] = {}
     if profile:
-        kernels = summary(recorded(lambda: run(10)), 10)
+        kernels = summary(recorded(lambda: run(10)).kernels, 10)
     times = []
     for _ in range(5):
         start = time.perf_counter()
@@ -140,7 +136,7 @@ def measure(
     }
 
 
-def summary(events: list[tuple[str, int, int]], steps: int) -> dict[str, Any]:
+def summary(events: list[Event], steps: int) -> dict[str, Any]:
     """Microseconds a step by kernel, and idle ones."""
     busy: collections.Counter[str] = collections.Counter()
     count: collections.Counter[str] = collections.Counter()

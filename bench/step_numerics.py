@@ -52,6 +52,7 @@ def logits(
     )
     runner.num_pages = shape.seqs * shape.pages + 1
     runner._compile_step(shape)
+    runner._compile_head(shape.seqs)
     runner.start(leaves)
     keys = jax.random.split(jax.random.key(1), len(runner._kv))
     runner._kv = tuple(
@@ -72,10 +73,7 @@ def logits(
     packed[parts["page_table"]] = pages
     found = []
     for _ in range(calls):
-        out, runner._kv = runner._steps[shape](
-            runner._leaves, runner._kv, runner._last_token, packed
-        )
-        found.append(out)
+        found.append(runner.send(shape, packed, shape.seqs))
     first = np.asarray(found[0])
     others = sum(not np.array_equal(first, np.asarray(out)) for out in found[1:])
     runner.close()

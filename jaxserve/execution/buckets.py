@@ -76,7 +76,7 @@ class Buckets:
     max_num_seqs: int
     pages: int
     sample_rows: tuple[int, ...] = ()
-    """Rows of logits that steps are rounded up to before sampling; empty: none are added."""
+    """Rows of logits that a step's sequences are rounded up to; empty: as decode_seqs."""
 
     @classmethod
     def choose(
@@ -103,12 +103,15 @@ class Buckets:
         return [*decode, *mixed]
 
     def samples(self) -> list[SampleShape]:
-        rows = sorted({self.num_logits(shape) for shape in self.steps()})
-        return [SampleShape(kind, r) for r in rows for kind in SampleKind]
+        return [SampleShape(kind, rows) for rows in self.logit_rows for kind in SampleKind]
 
-    def num_logits(self, shape: StepShape) -> int:
-        """Rows of logits that a step returns: one a sequence, and padding."""
-        return _smallest(self.sample_rows, shape.seqs) if self.sample_rows else shape.seqs
+    @property
+    def logit_rows(self) -> tuple[int, ...]:
+        return self.sample_rows or self.decode_seqs
+
+    def num_logits(self, num_seqs: int) -> int:
+        """Rows of logits for so many sequences: one each, and padding."""
+        return _smallest(self.logit_rows, num_seqs)
 
     def _mixed(self, tokens: int) -> StepShape:
         return StepShape("mixed", tokens, min(tokens, self.max_num_seqs), self.pages)

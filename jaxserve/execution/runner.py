@@ -26,18 +26,25 @@ from jaxserve.memory import kv_cache
 from jaxserve.models.registry import BuiltModel
 from jaxserve.scheduler.sequence import Batch, Row
 from jaxserve.types import ALL_LOGPROBS, BucketStats, ConfigError, TokenLogprobs, TokenSampling
+from pallas_kernels.decode_matmul.api import MAX_ROWS
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
-COMPILER_OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
-    ("gpu", "mixed"): {"xla_gpu_enable_command_buffer": ""},
-}
-"""By platform and kind of step. A command buffer is brought up to date before its first kernel may
-start: 2 ms for a prefill (H200, JAX 0.11.2), whose long kernels gain nothing from it. It also keeps
-kernels from starting before the ones ahead have ended (see `pallas_kernels.early_launch`), 1 to 4 %
-of a decode step; decode steps keep it until `bench.step_numerics --variant ours+nograph` has passed
-on a card."""
+
+def compiler_options(platform: str, shape: StepShape) -> dict[str, Any]:
+    """Of a step.
+
+    A command buffer keeps kernels from starting before the ones ahead have ended (see
+    `pallas_kernels.early_launch`), which is 1 to 4 % of a decode step whose products are kernels of
+    our own. Before its first kernel may start it is brought up to date: 2 ms for a prefill, whose
+    long kernels gain nothing from it. It saves the host half of what sending a step costs, and 1 %
+    of a step of 480 rows (H200, JAX 0.11.2).
+    """
+    if platform != "gpu" or (shape.kind == "decode" and shape.tokens > MAX_ROWS):
+        return {}
+    return {"xla_gpu_enable_command_buffer": ""}
+
 
 Progress = Callable[[str, int, int], None]
 """Called with what was compiled, how many are done, and of how many."""
@@ -97,6 +104,8 @@ class Runner:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._kv_sharding = model.placement.sharding((None, None, "kv_heads", None))
         self._steps: dict[StepShape, Any] = {}
+        self._heads: dict[int, Any] = {}
+        """By rows: what makes logits of a mixed step's rows."""
         self._samples: dict[SampleShape, Any] = {}
         self._masks: dict[int, Any] = {}
         """By rows: what applies token masks for the kinds of sampling that know none."""
@@ -118,7 +127,7 @@ class Runner:
 
     @property
     def num_compiled(self) -> int:
-        counts = len(self._steps), len(self._samples), len(self._masks)
+        counts = len(self._steps), len(self._heads), len(self._samples), len(self._masks)
         return sum(counts) + (self._start_row is not None)
 
     @property
@@ -141,10 +150,12 @@ class Runner:
         steps = self.buckets.steps()
         # the largest first: it decides, and none that is slow is left to run alone at the end
         steps.sort(key=lambda shape: (shape.tokens, shape.kind), reverse=True)
-        samples = self.buckets.samples()
-        rest: list[tuple[Callable[[Any], None], Any]] = [(self._compile_sample, s) for s in samples]
-        rest += [(self._compile_mask, rows) for rows in sorted({s.rows for s in samples})]
-        rest.append((self._compile_start_row, "row start"))
+        rest: list[tuple[Callable[[Any], None], Any, str]] = [
+            (self._compile_head, rows, f"head x {rows}") for rows in self.buckets.logit_rows
+        ]
+        rest += [(self._compile_sample, s, str(s)) for s in self.buckets.samples()]
+        rest += [(self._compile_mask, r, f"mask x {r}") for r in self.buckets.logit_rows]
+        rest.append((self._compile_start_row, None, "row start"))
         left = usable_bytes - self._weight_bytes - self._slot_bytes
         reserve = left // 8
         workers = min(16, max(4, os.cpu_count() or 4))
@@ -155,7 +166,7 @@ class Runner:
                         self.num_pages = self._pages_beside(reserve, left, most_kv_bytes)
                     else:
                         self.num_pages = num_pages
-                    sent = {threads.submit(self._compile_step, shape): shape for shape in steps}
+                    sent = {threads.submit(self._compile_step, s): str(s) for s in steps}
                     if num_pages is not None:
                         break
                     next(iter(sent)).result()
@@ -166,10 +177,10 @@ class Runner:
                     for future in sent:
                         future.cancel()
                     concurrent.futures.wait(sent)
-                sent |= {threads.submit(function, what): what for function, what in rest}
+                sent |= {threads.submit(function, what): shown for function, what, shown in rest}
                 for count, future in enumerate(concurrent.futures.as_completed(sent), start=1):
                     future.result()
-                    progress(_shown(sent[future]), count, len(sent))
+                    progress(sent[future], count, len(sent))
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise
@@ -215,7 +226,7 @@ class Runner:
             np.zeros(self.buckets.max_num_seqs, np.int32), self._replicated
         )
         self._slots = jax.jit(self._empty_slots, out_shardings=self._replicated)()
-        for rows in {shape.rows for shape in self.buckets.samples()}:
+        for rows in self.buckets.logit_rows:
             mask = token_masks.all_allowed(rows, self._mask_words)
             self._no_masks[rows] = jax.device_put(mask, self._replicated)
         self._compiles = CompileCounter(threading.get_ident())
@@ -257,12 +268,17 @@ class Runner:
         self._bucket_stats[shape] = BucketStats(
             shape.kind, shape.tokens, used.num_steps + 1, used.num_tokens + batch.num_tokens
         )
-        packed = self._packer.pack(batch, shape)
-        logits, self._kv, *pooled = self._steps[shape](
+        return self.send(shape, self._packer.pack(batch, shape), len(batch.rows))
+
+    def send(self, shape: StepShape, packed: np.ndarray, num_seqs: int) -> jax.Array:
+        """Sends a step with its packed inputs; logits of its `num_seqs` rows, and padding."""
+        out, self._kv, *pooled = self._steps[shape](
             self._leaves, self._kv, self._last_token, packed
         )
         self._pooled = pooled[0] if pooled else None
-        return logits
+        if shape.kind == "decode":
+            return out
+        return self._heads[self.buckets.num_logits(num_seqs)](self._leaves, out)
 
     def sample(
         self, batch: Batch, logits: jax.Array, grammar_masks: np.ndarray | None = None
@@ -347,6 +363,12 @@ class Runner:
         model = self.model
         return model.config, model.placement.layout, self.page_size, self._attention
 
+    @property
+    def _precision(self) -> str | None:
+        """GPUs and TPUs round the operands of a float32 product unless told not to."""
+        is_exact = self._kv_dtype == jnp.float32 and not self.model.placement.on_cpu
+        return "highest" if is_exact else None
+
     def _compile_step(self, shape: StepShape) -> None:
         self._steps[shape] = self.programs.get(self.step_program(shape))
 
@@ -356,8 +378,6 @@ class Runner:
             self._array(self._kv_shape(self.num_pages), self._kv_dtype, self._kv_sharding)
             for _ in range(self.model.config.num_layers)
         )
-        # GPUs and TPUs round the operands of a float32 product unless told not to.
-        is_exact = self._kv_dtype == jnp.float32 and not self.model.placement.on_cpu
         return Program(
             name=f"forward_{shape.kind}_{shape.tokens}x{shape.seqs}",
             function=functools.partial(self._forward, shape=shape),
@@ -367,12 +387,34 @@ class Runner:
                 self._array((self.buckets.max_num_seqs,), jnp.int32),
                 self._array((step.packed_size(shape),), jnp.int32),
             ),
-            traits=(*self._traits, shape, self.buckets.num_logits(shape)),
+            traits=(*self._traits, shape, self._num_rows(shape)),
             donate=(1,),
             out_shardings=(self._replicated, self._kv_sharding, *self._pooled_sharding(shape)),
-            precision="highest" if is_exact else None,
-            options=COMPILER_OPTIONS.get((self._mesh.devices.flat[0].platform, shape.kind), {}),
+            precision=self._precision,
+            options=compiler_options(self._mesh.devices.flat[0].platform, shape),
         )
+
+    def _num_rows(self, shape: StepShape) -> int:
+        """Of a step's output: logits of a decode step, hidden states of a mixed one."""
+        if shape.kind == "decode":
+            return self.buckets.num_logits(shape.seqs)
+        return self.buckets.max_num_seqs
+
+    def _compile_head(self, rows: int) -> None:
+        config, dtype = self.model.config, next(iter(self.model.abstract.values())).dtype
+        program = Program(
+            name=f"head_{rows}",
+            function=functools.partial(self._head, rows=rows),
+            arguments=(
+                tuple(self.model.abstract.values()),
+                self._array((self.buckets.max_num_seqs, config.hidden_size), dtype),
+            ),
+            traits=(*self._traits, rows),
+            donate=(),
+            out_shardings=self._replicated,
+            precision=self._precision,
+        )
+        self._heads[rows] = self.programs.get(program)
 
     @property
     def _mask_words(self) -> int:
@@ -408,7 +450,7 @@ class Runner:
         )
         self._samples[shape] = self.programs.get(program)
 
-    def _compile_start_row(self, _: str) -> None:
+    def _compile_start_row(self, _: None) -> None:
         packed = self._array((slot_state.PACKED_SIZE,), jnp.int32)
         program = Program(
             name="start_row",
@@ -460,9 +502,11 @@ class Runner:
             pooled = (pool(model.states(hidden), meta.query_start, logit_rows),)
         if shape.kind == "mixed":
             hidden = hidden[logit_rows]
-        padding = self.buckets.num_logits(shape) - shape.seqs
-        hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-        return model.logits(hidden), kv, *pooled
+        hidden = jnp.pad(hidden, ((0, self._num_rows(shape) - shape.seqs), (0, 0)))
+        return model.logits(hidden) if shape.kind == "decode" else hidden, kv, *pooled
+
+    def _head(self, leaves, hidden, *, rows: int):
+        return self.model.merge(leaves).logits(hidden[:rows])
 
 
 def pool(
@@ -528,7 +572,3 @@ def _sample(logits, last_token, packed, masks, state, *, kind: SampleKind):
     options = step.RowOptions.unpack(packed)
     sampled, state = sampling.sample(logits, options, masks, state, kind)
     return sampled, last_token.at[options.token_slot].set(sampled.tokens, mode="drop"), state
-
-
-def _shown(shape: StepShape | SampleShape | int) -> str:
-    return f"mask x {shape}" if isinstance(shape, int) else str(shape)
