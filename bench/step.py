@@ -25,11 +25,13 @@ from jaxserve.execution import step
 from jaxserve.execution.buckets import Buckets, StepShape
 from jaxserve.layers import linear
 from jaxserve.models import registry
+from pallas_kernels.paged_attention import gpu_rotate
 from sharding.mesh import make_mesh
 
 PAGE_SIZE = 16
 PAGES = 256
 CHOOSE, ADDS_IN_KERNEL = linear.choose, linear.adds_in_kernel
+ROTATE_UNSUPPORTED = gpu_rotate.unsupported
 PRODUCT_OPTIONS = runners.compiler_options
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,14 +47,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def variant(name: str) -> None:
     """`ours`, as the engine runs it, or `xla`: without the kernels of our own for products and
     norms; then options of the compiler. `ours+nograph`: without command buffers, which keep
-    kernels from starting early."""
+    kernels from starting early. `ours+apart`: positions are turned in and the cache written by two
+    kernels."""
     jax.clear_caches()
     base, *options = name.split("+")
+    apart = "apart" in options
+    gpu_rotate.unsupported = (lambda *_: "the bench") if apart else ROTATE_UNSUPPORTED
     linear.choose = CHOOSE if base == "ours" else lambda *_: None
     linear.adds_in_kernel = ADDS_IN_KERNEL if base == "ours" else lambda *_: False
     chosen: dict[str, Any] = {}
     for option in options:
-        chosen |= OPTIONS[option]
+        chosen |= {} if option == "apart" else OPTIONS[option]
     runners.compiler_options = lambda *shape: PRODUCT_OPTIONS(*shape) | chosen
 
 

@@ -22,7 +22,7 @@ from jaxserve.models import registry
 from pallas_kernels.add_norm.gpu import add_norm
 from pallas_kernels.decode_matmul.api import TUNED, choose
 from pallas_kernels.decode_matmul.gpu import decode_matmul
-from pallas_kernels.paged_attention import AttentionMeta, paged_attention
+from pallas_kernels.paged_attention import AttentionMeta, gpu_rotate, paged_attention
 from sharding.mesh import make_mesh
 
 LLAMA_8B = (
@@ -71,6 +71,22 @@ def compile_decode(device, impl, heads, kv_heads, head_dim, page_size, dtype, qu
 
     lowered = jax.jit(step, donate_argnums=3).lower(q, k, k, (pool,) * LAYERS, meta)
     return lowered.compile(), LAYERS * pool.size * pool.dtype.itemsize
+
+
+def compile_rotation(num_parts, num_tokens, dtype):
+    """Of an 8B Llama; and the size of its cache."""
+    whole = NamedSharding(make_mesh(MeshConfig(), h200()), PartitionSpec())
+    qkv, turns, pages, slots = (
+        jax.ShapeDtypeStruct(dims, dtype, sharding=whole)
+        for dims, dtype in (
+            ((num_parts, num_tokens, 8, 6, 128), dtype),
+            ((num_tokens, 64), jnp.float32),
+            ((8192, 16, 16, 128), jnp.bfloat16),
+            ((num_tokens,), jnp.int32),
+        )
+    )
+    rotate = jax.jit(gpu_rotate.rotate_and_write, donate_argnums=3)
+    return rotate.lower(qkv, turns, turns, pages, slots).compile(), pages.size * 2
 
 
 def check_memory(compiled, cache_bytes):
@@ -164,9 +180,12 @@ def test_h200_kernels_that_start_early_read_only_weights_before_they_wait(monkey
     config = choose("NVIDIA H200", 8, weight.shape, jnp.dtype(jnp.bfloat16))
     jax.jit(functools.partial(decode_matmul, config=config)).lower(x, weight).compile()
     jax.jit(functools.partial(add_norm, eps=1e-5)).lower(x, parts, row).compile()
+    compile_rotation(num_parts=2, num_tokens=8, dtype=jnp.float32)
     found = re.split(r"\.visible \.entry (\w+)_mosaic_gpu_kernel\(", capfd.readouterr().out)
     texts = dict(zip(found[1::2], found[2::2], strict=True))
-    assert set(texts) == {"paged_decode", "write_kv", "decode_matmul", "add_norm"}
+    assert set(texts) == {
+        "paged_decode", "write_kv", "decode_matmul", "add_norm", "rotate_and_write",
+    }  # fmt: skip
     for name, text in texts.items():
         assert "griddepcontrol.launch_dependents" in text, name
         before, *_ = text.split("griddepcontrol.wait")
@@ -174,6 +193,18 @@ def test_h200_kernels_that_start_early_read_only_weights_before_they_wait(monkey
         assert "ld.global" not in before, name
         maps = set(re.findall(r"cp\.async\.bulk\.\S+ \[%\w+\], \[(%\w+)", before))
         assert len(maps) == (name == "decode_matmul"), name  # of the weight
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "num_tokens", "dtype"), [(2, 1, jnp.float32), (1, 2048, jnp.bfloat16)]
+)
+def test_h200_rotation_spills_nothing_and_copies_no_cache(
+    num_parts, num_tokens, dtype, monkeypatch, capfd
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    check_memory(*compile_rotation(num_parts, num_tokens, dtype))
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
 
 
 @pytest.mark.parametrize("rows", [1, 64, 128])
@@ -234,7 +265,8 @@ def test_h200_step_of_an_8b_model_copies_neither_weights_nor_cache(kind, tokens,
     text = compiled.as_text()
     assert kernels(text, "paged_decode") == LAYERS
     assert kernels(text, "paged_prefill") == LAYERS * (kind == "mixed")
-    assert kernels(text, "write_kv") == LAYERS
+    assert kernels(text, "rotate_and_write") == LAYERS * (tensor == 1)
+    assert kernels(text, "write_kv") == LAYERS * (tensor > 1)
     # Four products a layer; two norms, but for the first, which has nothing to add.
     own = (kind, tensor) == ("decode", 1)
     assert kernels(text, "decode_matmul") == 4 * LAYERS * own

@@ -27,7 +27,11 @@ from jaxserve.models.registry import BuiltModel
 from jaxserve.scheduler.sequence import Batch, Row
 from jaxserve.types import ALL_LOGPROBS, BucketStats, ConfigError, TokenLogprobs, TokenSampling
 from pallas_kernels.decode_matmul.api import MAX_ROWS
-from pallas_kernels.paged_attention.api import Implementation, paged_attention
+from pallas_kernels.paged_attention.api import (
+    Implementation,
+    paged_attention,
+    rotate_and_write,
+)
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -495,8 +499,13 @@ class Runner:
                 mesh=self._mesh,
             )
 
+        def write(qkv, cos, sin, kv_pages):
+            return rotate_and_write(
+                qkv, cos, sin, kv_pages, meta, impl=self._attention, mesh=self._mesh
+            )
+
         model = self.model.merge(leaves)
-        hidden, kv = model.forward(token_ids, positions, kv, attend)
+        hidden, kv = model.forward(token_ids, positions, kv, attend, write)
         pooled = ()
         if self._pooled_sharding(shape):
             pooled = (pool(model.states(hidden), meta.query_start, logit_rows),)

@@ -1,14 +1,28 @@
 """Grouped-query attention (arXiv:2305.13245) around a paged kernel that the caller brings."""
 
+from collections.abc import Callable
+
+import jax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import linear, linear_to_add
+from jaxserve.layers.linear import linear, linear_in_parts, linear_to_add, sum_parts
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parameter import parameter
 from jaxserve.layers.rope import rotate
 from sharding.place import Placement
+
+RotateAndWrite = Callable[
+    [
+        Float[Array, "S T K G2 H"],
+        Float[Array, "T half"],
+        Float[Array, "T half"],
+        Float[Array, "pages page_size 2*K H"],
+    ],
+    tuple[Float[Array, "T N H"], Float[Array, "pages page_size 2*K H"]] | None,
+]
+"""`paged_attention.api.rotate_and_write` of one step."""
 
 
 class Attention(nnx.Module):
@@ -56,10 +70,31 @@ class Attention(nnx.Module):
         self.o_bias = parameter((width,), ("embed",), dtype, fan_in=width) if o_bias else None
 
     def project(
-        self, x: Float[Array, "T D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
-    ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-        """Queries, keys and values of the tokens, with their positions turned in."""
-        qkv = linear(x, self.qkv.get_value(), self.placement)
+        self,
+        x: Float[Array, "T D"],
+        cos: Float[Array, "T half"],
+        sin: Float[Array, "T half"],
+        kv_pages: jax.Array,
+        rotate_and_write: RotateAndWrite | None,
+    ) -> tuple[
+        Float[Array, "T N H"],
+        Float[Array, "T K H"] | None,
+        Float[Array, "T K H"] | None,
+        jax.Array,
+    ]:
+        """Queries, keys and values of the tokens, with their positions turned in, and the pages.
+
+        No keys and values where a kernel has written them to the pages already.
+        """
+        weight = self.qkv.get_value()
+        if rotate_and_write and self.qkv_bias is None and self.q_norm is None:
+            parts = linear_in_parts(x, weight, self.placement)
+            if (written := rotate_and_write(parts, cos, sin, kv_pages)) is not None:
+                q, kv_pages = written
+                return q, None, None, kv_pages
+            qkv = sum_parts(parts, x.dtype)
+        else:
+            qkv = linear(x, weight, self.placement)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias.get_value()
         qkv = self.placement.constrain(qkv, ("tokens", "kv_heads", "group", "head"))
@@ -67,7 +102,8 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return q.reshape(q.shape[0], -1, q.shape[-1]), k, v  # [T, K, G, H] -> [T, N, H]
+        # [T, K, G, H] -> [T, N, H]
+        return q.reshape(q.shape[0], -1, q.shape[-1]), k, v, kv_pages
 
     def output(self, o: Float[Array, "T N H"]) -> Float[Array, "T D"] | Float[Array, "S T D"]:
         """Back to model width, for `norm.Residual` to add: summed over heads, and over the devices

@@ -33,13 +33,27 @@ def linear(
     matrix = weight.reshape(-1, weight.shape[-1])
     parts = _parts(x, matrix, placement)
     if parts is not None:
-        product = sum(parts[1:], start=parts[0]).astype(out_dtype or x.dtype)
+        product = sum_parts(parts, out_dtype or x.dtype)
     elif placement.on_cpu and x.shape[0] <= _MAX_WEIGHT_FIRST_ROWS:
         product = jnp.einsum("OI,TI->OT", matrix, x, preferred_element_type=out_dtype)
         product = jax.lax.optimization_barrier(product).T
     else:
         product = jnp.einsum("TI,OI->TO", x, matrix, preferred_element_type=out_dtype)
     return product.reshape(-1, *weight.shape[:-1])
+
+
+def linear_in_parts(
+    x: Float[Array, "T inputs"], weight: Float[Array, "*outputs inputs"], placement: Placement
+) -> Float[Array, "S T *outputs"]:
+    """As `linear`, in parts whose sum it is; see `sum_parts`."""
+    parts = _parts(x, weight.reshape(-1, weight.shape[-1]), placement)
+    if parts is None:
+        return linear(x, weight, placement)[None]
+    return parts.reshape(*parts.shape[:-1], *weight.shape[:-1])
+
+
+def sum_parts(parts: Float[Array, "S *rest"], dtype: DTypeLike) -> Float[Array, "*rest"]:
+    return sum(parts[1:], start=parts[0]).astype(dtype)
 
 
 def linear_to_add(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from checkpoints.rules import Rule
 from jaxserve.layers import embedding, rope
-from jaxserve.layers.attention import Attention
+from jaxserve.layers.attention import Attention, RotateAndWrite
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import Residual, RMSNorm
 from jaxserve.layers.parameter import parameter
@@ -22,13 +22,14 @@ from sharding.place import Placement
 
 @runtime_checkable
 class Attend(Protocol):
-    """Writes a layer's new keys and values to its pages, then attends; the runner brings it."""
+    """Writes a layer's new keys and values to its pages, where they are given, then attends; the
+    runner brings it."""
 
     def __call__(
         self,
         q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
         kv_pages: jax.Array,
         *,
         sliding_window: int | None,
@@ -80,6 +81,7 @@ class Llama(nnx.Module):
         positions: Int[Array, " T"],
         kv: Sequence[jax.Array],
         attend: Attend,
+        rotate_and_write: RotateAndWrite | None = None,
     ) -> tuple[Float[Array, "T D"], tuple[jax.Array, ...]]:
         """Runs the layers over a step's tokens; returns hidden states and each layer's pages.
 
@@ -95,7 +97,7 @@ class Llama(nnx.Module):
             layer: Block, stream: Residual, pages: jax.Array, window: int | None
         ) -> tuple[Residual, jax.Array]:
             stream, x = layer.attention_norm.of_sum(stream)
-            q, k, v = layer.attention.project(x, cos, sin)
+            q, k, v, pages = layer.attention.project(x, cos, sin, pages, rotate_and_write)
             o, pages = attend(q, k, v, pages, sliding_window=window, sm_scale=sm_scale)
             stream, x = layer.mlp_norm.of_sum(stream.plus(layer.attention.output(o)))
             return stream.plus(layer.mlp(x)), pages

@@ -27,6 +27,7 @@ class Model(Protocol):
         positions: jax.Array,
         kv: Sequence[jax.Array],
         attend: llama.Attend,
+        rotate_and_write: llama.RotateAndWrite | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]: ...
 
     def states(self, hidden: jax.Array) -> jax.Array: ...

@@ -12,7 +12,14 @@ from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.meta import AttentionMeta, AttentionSpec, Kind
 from pallas_kernels.paged_attention.reference import write_kv
 
-__all__ = ["IMPLEMENTATIONS", "AttentionMeta", "AttentionSpec", "paged_attention", "write_kv"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "AttentionMeta",
+    "AttentionSpec",
+    "paged_attention",
+    "rotate_and_write",
+    "write_kv",
+]
 
 Implementation = Literal["reference", "tpu", "gpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "tpu", "gpu")
@@ -20,8 +27,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "tpu", "gpu")
 
 def paged_attention(
     q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
+    k: Float[Array, "T K H"] | None,
+    v: Float[Array, "T K H"] | None,
     kv_pages: Float[Array, "pages page_size 2*K H"],
     meta: AttentionMeta,
     *,
@@ -34,7 +41,8 @@ def paged_attention(
     mesh: Mesh | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "pages page_size 2*K H"]]:
-    """Writes a step's keys and values into the cache, then attends to all that is cached.
+    """Writes a step's keys and values into the cache, then attends to all that is cached. None:
+    the cache has them already (see `rotate_and_write`).
 
     Query i of a row sits at position kv_len - query_len + i and sees cached tokens up to itself:
     with `sliding_window` only the newest that many (itself counted); with `soft_cap` scores become
@@ -86,6 +94,43 @@ def paged_attention(
     )(q, k, v, kv_pages, meta, sinks)
 
 
+def rotate_and_write(
+    qkv: Float[Array, "S T K G2 H"],
+    cos: Float[Array, "T half"],
+    sin: Float[Array, "T half"],
+    kv_pages: Float[Array, "pages page_size 2*K H"],
+    meta: AttentionMeta,
+    *,
+    impl: Implementation,
+    mesh: Mesh | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T N H"], Float[Array, "pages page_size 2*K H"]] | None:
+    """Queries with their positions turned in, and the cache with the tokens' keys, turned too, and
+    values. qkv: parts whose sum it is; of each kv head its queries, key and value.
+
+    None where `impl` has no kernel that does both at once; otherwise as for `paged_attention`, to
+    which the keys and values are then not given.
+    """
+    if impl != "gpu" or (mesh is not None and mesh.size > 1):
+        return None
+    from pallas_kernels.paged_attention import gpu_rotate
+
+    if gpu_rotate.unsupported(qkv.shape, kv_pages.dtype):
+        return None
+    return _rotate_and_write(qkv, cos, sin, kv_pages, meta.slot_mapping, interpret)
+
+
+# Behind a jit of its own, so that a model's layers share one trace and one lowered kernel.
+@functools.partial(jax.jit, static_argnames="interpret")
+def _rotate_and_write(qkv, cos, sin, kv_pages, slot_mapping, interpret):
+    from jax.experimental.pallas import mosaic_gpu
+
+    from pallas_kernels.paged_attention import gpu_rotate
+
+    params = mosaic_gpu.InterpretGPUParams() if interpret else None
+    return gpu_rotate.rotate_and_write(qkv, cos, sin, kv_pages, slot_mapping, interpret=params)
+
+
 # Behind a jit of its own, so that a model's layers share one trace and one lowered kernel.
 @functools.partial(
     jax.jit, static_argnames=("sm_scale", "spec", "impl", "device_kind", "interpret")
@@ -104,14 +149,15 @@ def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, device_kind, int
         from pallas_kernels.paged_attention import gpu, gpu_write
 
         params = mosaic_gpu.InterpretGPUParams() if interpret else None
-        if gpu_write.unsupported(*k.shape, dtype=kv_pages.dtype) is None:
-            write = functools.partial(gpu_write.write_kv, interpret=params)
-        else:
+        if k is not None:
             write = write_kv
-        kv_pages = write(k, v, kv_pages, meta.slot_mapping)
+            if gpu_write.unsupported(*k.shape, dtype=kv_pages.dtype) is None:
+                write = functools.partial(gpu_write.write_kv, interpret=params)
+            kv_pages = write(k, v, kv_pages, meta.slot_mapping)
         out = gpu.attend(q, kv_pages, meta, device_kind=device_kind, interpret=params, **options)
         return out, kv_pages
-    kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
+    if k is not None:
+        kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
     if impl == "tpu":
         from pallas_kernels.paged_attention import tpu
 
@@ -124,7 +170,7 @@ def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, device_kind, int
 def _check(q, k, v, kv_pages, meta, kind, sliding_window, soft_cap, sinks) -> AttentionSpec:
     """Raises ValueError where shapes or options contradict each other."""
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
+    num_kv_heads = kv_pages.shape[2] // 2
     num_rows = len(meta.kv_lens)
     wrong = []
 
@@ -133,12 +179,14 @@ def _check(q, k, v, kv_pages, meta, kind, sliding_window, soft_cap, sinks) -> At
             wrong.append(message)
 
     require(kind in ("decode", "mixed"), f"kind is {kind!r}; allowed: decode, mixed")
-    require(k.shape == (num_tokens, num_kv_heads, head_dim), f"k is {k.shape}, q {q.shape}")
-    require(v.shape == k.shape, f"v is {v.shape}, k {k.shape}")
+    require((k is None) == (v is None), "k and v come together")
+    if k is not None and v is not None:
+        require(k.shape == (num_tokens, num_kv_heads, head_dim), f"k is {k.shape}, q {q.shape}")
+        require(v.shape == k.shape, f"v is {v.shape}, k {k.shape}")
     require(num_heads % num_kv_heads == 0, f"{num_heads} heads for {num_kv_heads} kv heads")
     require(
         kv_pages.ndim == 4 and kv_pages.shape[2:] == (2 * num_kv_heads, head_dim),
-        f"kv_pages is {kv_pages.shape}, k {k.shape}",
+        f"kv_pages is {kv_pages.shape}, q {q.shape}",
     )
     require(
         jnp.issubdtype(kv_pages.dtype, jnp.floating) and kv_pages.dtype.itemsize in (2, 4),
