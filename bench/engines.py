@@ -38,6 +38,11 @@ def engine_parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
         name = "--" + flag.name.replace("_", "-")
         group.add_argument(name, help=text, default=default, **settings)
     assert not defaults, f"no settings of the engine: {', '.join(defaults)}"
+    return parser
+
+
+def add_process(parser: argparse.ArgumentParser) -> None:
+    """`--process`, of a bench that can run its engine either way."""
     parser.add_argument(
         "--process",
         choices=("thread", "spawn"),
@@ -45,7 +50,6 @@ def engine_parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
         help="whether the engine runs in a thread here or, as a server's does, in a process of its "
         "own (default: spawn)",
     )
-    return parser
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:

@@ -18,6 +18,7 @@ from typing import Any
 
 from bench import engines, record
 from jaxserve import Runtime, SamplingParams, function, gen
+from jaxserve.types import EngineStats
 
 EXAMPLES = ("json_output", "few_shot", "tree_of_thought", "tool_agent", "chat")
 PARTS = ("tokens", "batch")
@@ -34,13 +35,25 @@ def prompt_of(number: int) -> str:
     return f"Question: what comes after {number}, and what before it?\nAnswer:"
 
 
+def settled(runtime: Runtime) -> EngineStats:
+    """Its counters, once it has nothing left to do.
+
+    A stop string is found where tokens become text: the engine goes on until it is told, and the
+    program's answer does not wait for that.
+    """
+    client, called_s = runtime.client, time.monotonic()
+    while (state := runtime.loop.run(client.state())).now_s < called_s or state.sequences:
+        time.sleep(0.02)
+    return runtime.stats()
+
+
 def count_tokens(runtime: Runtime, name: str) -> dict[str, int]:
     """Of an example, run with its items from an empty cache."""
     module = importlib.import_module(f"examples.{name}")
     runtime.flush_cache()
-    before = runtime.stats()
+    before = settled(runtime)
     getattr(module, name).run_batch(module.ITEMS, backend=runtime, temperature=0)
-    after = runtime.stats()
+    after = settled(runtime)
     fields = ("prompt_tokens", "computed_tokens", "generated_tokens", "num_steps")
     return {field: getattr(after, field) - getattr(before, field) for field in fields}
 
@@ -103,6 +116,7 @@ def batch_part(runtime: Runtime, arguments: argparse.Namespace) -> dict[str, Any
 
 def main() -> None:
     parser = engines.engine_parser(__doc__)
+    engines.add_process(parser)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--examples", default=",".join(EXAMPLES))
     parser.add_argument("--programs", type=int, default=200)

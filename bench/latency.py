@@ -116,6 +116,7 @@ def measure(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = engines.engine_parser(__doc__, prefix_cache=False)
+    engines.add_process(parser)
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--prefill", default="")
     parser.add_argument("--input-len", type=int, default=128)

@@ -1,17 +1,20 @@
 """What all metrics cost: a step's part of it in microseconds, and tokens/s with and without them.
 
-Run: python -m bench.metrics_cost [MODEL] [--batch 256] [--tokens 256] [--repeats 5]
-Decoding `--batch` sequences, in passes that alternate: metrics on (steps timed, counters told,
-requests observed, scraped each second) and off. The engine runs in this process, where the entry's
-work takes the engine's time too; as a server's does not, whose engine is a process of its own.
+Run: python -m bench.metrics_cost [MODEL] [--batch 256] [--tokens 128] [--repeats 12]
+Decoding `--batch` sequences in pairs of passes, metrics on (steps timed, counters told 20 times a
+second, requests observed, scraped each second) and off, the first of a pair in turn, so that a
+drift of the machine cancels. The engine runs in this process, where the entry's work takes the
+engine's time too; as a server's does not, whose engine is a process of its own.
 """
 
 import argparse
 import asyncio
+import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -20,7 +23,7 @@ from bench.trace import SplitMix64
 from jaxserve import AsyncLLM, SamplingParams
 from jaxserve.engine import loop
 from jaxserve.engine.recorder import Recorder
-from jaxserve.entry.request_stream import NoObserver, Observer
+from jaxserve.entry.request_stream import NoObserver
 from jaxserve.messages import Outputs
 from jaxserve.metrics import Metrics
 from jaxserve.scheduler.sequence import Batch
@@ -83,27 +86,44 @@ def parts(info: EngineInfo, batch: int, repeats: int = 2000) -> dict[str, float]
     }
 
 
-def _nothing(*arguments: Any) -> None:
-    pass
+class Switch(NoObserver):
+    """An observer, and what the engine itself does for metrics, that can be turned off: timing its
+    steps, and telling its counters before it has nothing left to do.
 
-
-class Switch:
-    """An observer, and the engine's own timing, that can be turned off."""
+    Works on the classes of this process, from `with` on until its end.
+    """
 
     def __init__(self):
         self.metrics = Metrics()
         self.on = True
-        self._nothing = NoObserver()
-        self._record = Recorder.record
-        self._interval_s = loop.STATS_INTERVAL_S
+        self._observed = [name for name in vars(NoObserver) if name.startswith("on_")]
+        self._record, self._step = Recorder.record, loop.Engine.step
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.metrics if self.on else self._nothing, name)
+    def __enter__(self) -> Self:
+        def step(engine: loop.Engine) -> None:
+            if not self.on:
+                engine._stats_due_s = math.inf
+            elif engine._stats_due_s == math.inf:
+                engine._stats_due_s = 0.0
+            self._step(engine)
+
+        loop.Engine.step = step  # pyright: ignore
+        self.turn(True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        Recorder.record, loop.Engine.step = self._record, self._step
 
     def turn(self, on: bool) -> None:
         self.on = on
+        observer = self.metrics if on else NoObserver()
+        for name in self._observed:  # found here, so that both ways are one call
+            setattr(self, name, getattr(observer, name))
         Recorder.record = self._record if on else _nothing  # pyright: ignore
-        loop.STATS_INTERVAL_S = self._interval_s if on else float("inf")
+
+
+def _nothing(*arguments: Any) -> None:
+    pass
 
 
 async def generate_s(llm: AsyncLLM, switch: Switch, prompts: list[list[int]], tokens: int) -> float:
@@ -115,6 +135,7 @@ async def generate_s(llm: AsyncLLM, switch: Switch, prompts: list[list[int]], to
             await asyncio.sleep(SCRAPE_S)
 
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    gc.collect()
     scraping = asyncio.ensure_future(scrape())
     start = time.perf_counter()
     await llm.generate(prompts, params)
@@ -130,28 +151,28 @@ def prompts_of(random: SplitMix64, batch: int, vocab_size: int) -> Iterator[list
 
 
 async def measure(arguments: argparse.Namespace) -> tuple[EngineInfo, dict[str, Any]]:
-    switch = Switch()
-    observer: Observer = switch  # pyright: ignore[reportAssignmentType]
     config = engines.engine_config(arguments)
     batch, tokens = arguments.batch, arguments.tokens
     rates: dict[bool, list[float]] = {True: [], False: []}
-    async with AsyncLLM(config, observer=observer) as llm:
-        info = llm.info
-        switch.metrics.serve(info.model, llm.stats, info)
-        prompts = prompts_of(SplitMix64(0), batch, info.vocab_size)
-        await generate_s(llm, switch, next(prompts), tokens)
-        for i in range(arguments.repeats):
-            for on in (True, False) if i % 2 else (False, True):
-                switch.turn(on)
-                seconds = await generate_s(llm, switch, next(prompts), tokens)
-                rates[on].append(batch * tokens / seconds)
-        switch.turn(True)
-    costs = [round(1 - on / off, 5) for on, off in zip(rates[True], rates[False], strict=True)]
+    with Switch() as switch:
+        async with AsyncLLM(config, process="thread", observer=switch) as llm:
+            info = llm.info
+            switch.metrics.serve(info.model, llm.stats, info)
+            prompts = prompts_of(SplitMix64(0), batch, info.vocab_size)
+            await generate_s(llm, switch, next(prompts), tokens)  # warms up
+            for i in range(arguments.repeats):
+                for on in (True, False) if i % 2 else (False, True):
+                    switch.turn(on)
+                    seconds = await generate_s(llm, switch, next(prompts), tokens)
+                    rates[on].append(batch * tokens / seconds)
+    costs = [1 - on / off for on, off in zip(rates[True], rates[False], strict=True)]
     return info, {
         "tokens_per_s on": [round(rate, 1) for rate in rates[True]],
         "tokens_per_s off": [round(rate, 1) for rate in rates[False]],
-        "cost, by pair": costs,
+        "cost, by pair": [round(cost, 5) for cost in costs],
         "cost, median": round(statistics.median(costs), 5),
+        "cost, mean": round(statistics.mean(costs), 5),
+        "cost, standard error": round(statistics.stdev(costs) / len(costs) ** 0.5, 5),
         "parts_us": parts(info, batch),
     }
 
@@ -159,9 +180,11 @@ async def measure(arguments: argparse.Namespace) -> tuple[EngineInfo, dict[str, 
 def main() -> None:
     parser = engines.engine_parser(__doc__, prefix_cache=False)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of passes")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=12, help="pairs of passes")
     arguments = parser.parse_args()
+    if arguments.repeats < 2:
+        parser.error("--repeats: at least 2 pairs, for the spread between them")
     info, figures = asyncio.run(measure(arguments))
     figures = {"batch": arguments.batch, "tokens": arguments.tokens, **figures}
     record.store("metrics_cost", engines.device_name(info), figures)

@@ -84,6 +84,7 @@ def measure(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = engines.engine_parser(__doc__)
+    engines.add_process(parser)
     for name, default in (
         ("conversations", 16), ("turns", 4), ("system-len", 128), ("message-len", 48),
         ("tasks", 4), ("questions", 16), ("shots-len", 384), ("question-len", 32),

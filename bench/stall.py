@@ -130,6 +130,7 @@ def main() -> None:
     parser = engines.engine_parser(
         __doc__, max_batched_tokens=256, max_num_seqs=16, prefix_cache=False
     )
+    engines.add_process(parser)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--long-len", type=int, default=2048)
     parser.add_argument("--long-prompts", type=int, default=4)

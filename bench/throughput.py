@@ -55,6 +55,7 @@ def measure(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = engines.engine_parser(__doc__, prefix_cache=False)
+    engines.add_process(parser)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--shrink", type=int, default=1)
     arguments = parser.parse_args()

@@ -1,9 +1,18 @@
 """Each bench that starts an engine, as its command runs it, on a tiny model with few requests."""
 
+import sys
+import time
+import types
+
 import pytest
 import select_cases
 
 from bench import record, trace
+from bench.lang import count_tokens
+from bench.metrics_cost import Switch, generate_s
+from jaxserve import AsyncLLM, Runtime, function, gen, messages
+from jaxserve.engine import loop
+from jaxserve.engine.recorder import Recorder
 
 LIMITS = ("--max-num-seqs=4", "--max-batched-tokens=32", "--num-pages=128", "--page-size=8")
 
@@ -126,6 +135,60 @@ def test_metrics_cost(run_bench, tiny_model):
     ):  # fmt: skip
         assert cost == pytest.approx(1 - on / off, abs=1e-3)
     assert all(part > 0 for part in figures["parts_us"].values())
+
+
+async def test_metrics_are_off_when_turned_off_and_on_again_at_once(tiny_model, monkeypatch):
+    told: list[int] = []
+    stats = loop.Engine.stats
+    monkeypatch.setattr(loop.Engine, "stats", lambda self: told.append(1) or stats(self))
+    monkeypatch.setattr(loop, "STATS_INTERVAL_S", 0.0)
+    limits = {"max_num_seqs": 4, "max_batched_tokens": 32, "num_pages": 128, "page_size": 8}
+    found = []
+    own = Recorder.record, loop.Engine.step
+    with Switch() as switch:
+        async with AsyncLLM(str(tiny_model), process="thread", observer=switch, **limits) as llm:
+            switch.metrics.serve("tiny", llm.stats, llm.info)
+            for on in (True, False, False, True, True):
+                switch.turn(on)
+                told.clear()
+                before = llm.stats()
+                await generate_s(llm, switch, [[1, 2, 3]] * 4, 12)
+                after = llm.stats()
+                timed = after.step_tokens.count - before.step_tokens.count
+                assert timed == (after.num_steps - before.num_steps if on else 0)
+                found.append(len(told) > 6)
+            observed = switch.metrics.registry.get_sample_value(
+                "jaxserve_request_generation_tokens_sum", {"model_name": "tiny"}
+            )
+    assert found == [True, False, False, True, True]
+    assert observed == 3 * 4 * 12
+    assert (Recorder.record, loop.Engine.step) == own
+
+
+def test_lang_counts_what_came_after_a_stop_string_where_it_belongs(tmp_path, monkeypatch):
+    @function
+    def stopping(s):
+        s += "It is" + gen(stop_regex=".", ignore_eos=True, max_tokens=60)
+
+    handle = loop.Engine._handle
+
+    def handle_late(engine, message):
+        if isinstance(message, messages.Abort):
+            time.sleep(0.1)
+        handle(engine, message)
+
+    monkeypatch.setattr(loop.Engine, "_handle", handle_late)
+    example = types.SimpleNamespace(stopping=stopping, ITEMS=[{}])
+    monkeypatch.setitem(sys.modules, "examples.stopping", example)
+    model = select_cases.write(tmp_path / "tiny")
+    limits = {"max_num_seqs": 8, "max_batched_tokens": 64, "num_pages": 600, "page_size": 8}
+    with Runtime(str(model), **limits) as runtime:
+        found = [count_tokens(runtime, "stopping") for _ in range(2)]
+        end = runtime.stats()
+        assert sum(one["generated_tokens"] for one in found) == end.generated_tokens
+        assert (end.num_running, end.num_waiting) == (0, 0)
+        time.sleep(0.3)
+        assert runtime.stats() == end
 
 
 def test_lang(run_bench, tmp_path):
