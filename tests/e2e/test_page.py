@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import pytest_asyncio
-from server_fakes import serving
+from server_fakes import byte_tokenizer, serving
 
 from jaxserve.observation import EngineState, PrefixNode, SequenceRecord, StepRecord
 
@@ -148,6 +148,29 @@ async def test_a_chat_streams_with_its_speed_and_goes_on_from_what_was_said(brow
         prompt = bytes(served.engine.requests[-1].token_ids).decode("latin1")
         assert len(prompt) > len("FirstSecond") + len(told)
         assert await page.text_content("#error") == ""
+
+
+async def test_a_new_chat_knows_nothing_of_the_one_that_it_ends(browser):
+    async with serving(set_up=slow, info=ROOMY) as served, opened(browser, served) as page:
+        await page.fill("#prompt", "First")
+        await page.keyboard.press("Enter")
+        await shown(page, "#speed", r"tokens/s")
+        await page.click("#clear")
+        await page.wait_for_selector("#send:not(:disabled)")
+        assert await page.text_content("#messages") == ""
+        assert await page.text_content("#speed") == ""
+        await page.fill("#prompt", "Second")
+        await page.keyboard.press("Enter")
+        await shown(page, "#speed", r"tokens/s")
+        prompt = byte_tokenizer().decode(served.engine.requests[-1].token_ids)
+        assert "Second" in prompt
+        assert "First" not in prompt
+        served.engine.die()
+        await shown(page, ".message.assistant .who", "ended by an error")
+        await page.fill("#prompt", "Third")
+        await page.keyboard.press("Enter")
+        await shown(page, "#error", r"\w")
+        assert await page.text_content("#speed") == "", "no token came, none is awaited"
 
 
 async def test_every_control_reaches_the_request(browser):

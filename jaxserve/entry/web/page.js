@@ -219,9 +219,10 @@ function showSpeed(tokens, started, first, ended) {
 
 async function send(text) {
   const system = $("system").value.trim();
+  const said = history; // a new chat has its own
   const messages = [
     ...(system ? [{ role: "system", content: system }] : []),
-    ...history, { role: "user", content: text },
+    ...said, { role: "user", content: text },
   ];
   const body = { messages, stream: true, ...readControls() };
   if (body.stream) {
@@ -268,10 +269,11 @@ async function send(text) {
     if (error.status === 401) next = $("key");
     answer(0).reason ??= stopped ? "you" : "an error";
   }
-  if (body.stream) showSpeed(tokens, started, first, performance.now());
+  if (said !== history || !tokens) $("speed").textContent = "";
+  else if (body.stream) showSpeed(tokens, started, first, performance.now());
   for (const one of answers.values()) one.end();
   if (answer(0).text || stopped) {
-    history.push({ role: "user", content: text }, { role: "assistant", content: answer(0).text });
+    said.push({ role: "user", content: text }, { role: "assistant", content: answer(0).text });
   } else {
     $("prompt").value ||= text;
   }
@@ -365,10 +367,12 @@ function showPages(stats) {
     return part;
   }));
   const free = stats.pages_total - stats.pages_used - stats.pages_cached;
-  const text = `${number.format(stats.pages_used)} in use, ${number.format(stats.pages_cached)} `
-    + `cached, ${number.format(free)} free of ${number.format(stats.pages_total)}`;
-  $("pages").setAttribute("aria-label", text);
-  $("pages-text").textContent = text;
+  const used = `${number.format(stats.pages_used)} in use`;
+  const cached = `${number.format(stats.pages_cached)} cached`;
+  const rest = `${number.format(free)} free of ${number.format(stats.pages_total)}`;
+  $("pages").setAttribute("aria-label", [used, cached, rest].join(", "));
+  const key = (name) => element("span", { class: `key ${name}` });
+  $("pages-text").replaceChildren(key("decode"), `${used}, `, key("mixed"), `${cached}, ${rest}`);
 }
 
 function showSteps(steps) {
