@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 from jaxserve.entry.chat_template import ChatTemplate
 from jaxserve.entry.loop_thread import LoopThread
@@ -106,12 +106,19 @@ class _Default:
 def set_default_backend(backend: Backend | None) -> None:
     """What programs run on from now on where `run` names no backend; None: nothing."""
     # Of the process: programs are called from many threads.
-    _Default.backend = backend
+    _Default.backend = _checked(backend)
 
 
 def chosen_backend(backend: Backend | None) -> Backend:
-    """Raises: ValueError if there is none."""
-    found = backend or _Default.backend
+    """Raises: ValueError if there is none, TypeError if it is no backend."""
+    found = _checked(backend) or _Default.backend
     if found is None:
         raise ValueError("there is no backend: set_default_backend(Runtime(...)), or run(backend=)")
     return found
+
+
+def _checked(backend: Any) -> Backend | None:
+    if backend is None or isinstance(backend, Backend):
+        return backend
+    kind = type(backend).__name__
+    raise TypeError(f"backend is a {kind}; allowed: Runtime(model), RuntimeEndpoint(url)")

@@ -5,7 +5,7 @@ They only describe; `interpreter` runs them.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxserve.types import Grammar, InvalidRequest, SamplingParams
@@ -24,6 +24,10 @@ class Expression:
     def __radd__(self, other: "Text") -> "Joined":
         return Joined((*_parts(other), *_parts(self)))
 
+    def __format__(self, spec: str) -> str:
+        """Raises: ProgramError: text would have a description, and the model be asked nothing."""
+        raise ProgramError(f'{self!s} stands in an f-string; join by +: "..." + {self!s}')
+
 
 Text = str | Expression
 
@@ -34,6 +38,9 @@ class Joined(Expression):
 
     parts: tuple[Text, ...]
 
+    def __str__(self) -> str:
+        return " + ".join(repr(one) if isinstance(one, str) else str(one) for one in self.parts)
+
 
 @dataclasses.dataclass(frozen=True)
 class Role(Expression):
@@ -41,6 +48,9 @@ class Role(Expression):
 
     role: str
     content: Text
+
+    def __str__(self) -> str:
+        return f"{self.role}(...)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +93,7 @@ class Gen(Expression):
             return text, text
         match = re.match(VALUES[self.dtype].value, text)
         if match is None:
-            raise ProgramError(f"{self} brought {text!r}, which is no {self.dtype.__name__}")
+            raise ProgramError(f"{self!s} brought {text!r}, which is no {self.dtype.__name__}")
         word = match[0].strip()
         value = word.lower() == "true" if self.dtype is bool else self.dtype(word)
         return value, match[0]
@@ -133,7 +143,7 @@ def gen(
     max_tokens: int | None = None,
     *,
     regex: str | None = None,
-    choices: Sequence[str] | None = None,
+    choices: Iterable[str] | None = None,
     json_schema: Mapping[str, Any] | str | None = None,
     dtype: type = str,
     **sampling: Any,
@@ -171,17 +181,19 @@ def gen(
     return expression
 
 
-def select(name: str | None = None, choices: Sequence[str] = ()) -> Select:
+def select(name: str | None = None, choices: Iterable[str] = ()) -> Select:
     """The one of `choices` with the highest log-likelihood per token; `state[name]` has it, and
     `state.get_meta(name)` each choice's score.
 
     Raises: InvalidRequest.
     """
-    if isinstance(choices, str) or not all(isinstance(one, str) and one for one in choices):
+    is_list = isinstance(choices, Iterable) and not isinstance(choices, str)
+    texts = tuple(choices) if is_list else ()
+    if not is_list or not all(isinstance(one, str) and one for one in texts):
         raise InvalidRequest("choices", "allowed: a list of non-empty strings")
-    if not choices or len(set(choices)) < len(choices):
+    if not texts or len(set(texts)) < len(texts):
         raise InvalidRequest("choices", "allowed: one string or more, each once")
-    return Select(_checked_name(name), tuple(choices))
+    return Select(_checked_name(name), texts)
 
 
 def system(content: Text) -> Role:

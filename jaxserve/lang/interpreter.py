@@ -115,7 +115,7 @@ async def select_choice(backend: Backend, prompt: Prompt, select: Select) -> Res
     start = len(list(itertools.takewhile(lambda tokens: len(set(tokens)) == 1, columns)))
     counts = [len(ending) - start for ending in endings]
     if start == 0 or min(counts) == 0:
-        raise ProgramError(f"{select} needs text before it that its choices leave as it is")
+        raise ProgramError(f"{select!s} needs text before it that its choices leave as it is")
     sums = [0.0] * len(endings)
     prompt_tokens = cached_tokens = 0
     for indices in _groups(endings):

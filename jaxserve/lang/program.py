@@ -3,7 +3,7 @@
 import concurrent.futures
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.entry.completion_bar import CompletionBar
@@ -20,9 +20,14 @@ class Program:
     """A function whose first parameter is a State. Called with a state, it goes on with that."""
 
     def __init__(self, body: Callable[..., Any]):
-        self._body = body
-        self._parameters = list(inspect.signature(body).parameters.values())[1:]
+        """Raises: TypeError."""
         self.__name__ = getattr(body, "__name__", "program")
+        if inspect.iscoroutinefunction(body) or inspect.isgeneratorfunction(body):
+            raise TypeError(f"{self.__name__} is async or a generator; allowed: ordinary functions")
+        self._body = body
+        state, *self._parameters = inspect.signature(body).parameters.values() or (None,)
+        if state is None:
+            raise TypeError(f"{self.__name__} takes no state: its first parameter is what it grows")
         self.__doc__ = body.__doc__
 
     def __call__(self, state: State, /, *arguments: Any, **named: Any) -> Any:
@@ -60,7 +65,7 @@ class Program:
 
     def run_batch(
         self,
-        batch: Sequence[Mapping[str, Any]],
+        batch: Iterable[Mapping[str, Any]],
         *,
         backend: Backend | None = None,
         num_threads: int | None = None,
@@ -75,11 +80,16 @@ class Program:
         """
         if num_threads is not None and num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}; allowed: 1 or more")
-        if not batch:
+        items = list(batch)
+        for index, named in enumerate(items):
+            if not isinstance(named, Mapping):
+                kind = type(named).__name__
+                raise TypeError(f"item {index} is a {kind}; allowed: arguments by name, a dict")
+        if not items:
             return []
         chosen = chosen_backend(backend)
         _, sampling = self._split(sampling, own=False)
-        executions = [Execution(chosen, sampling) for _ in batch]
+        executions = [Execution(chosen, sampling) for _ in items]
 
         def run_one(execution: Execution, named: Mapping[str, Any]) -> State:
             state = State(execution)
@@ -88,14 +98,14 @@ class Program:
             return state
 
         with (
-            CompletionBar(len(batch), progress_bar) as bar,
+            CompletionBar(len(items), progress_bar) as bar,
             concurrent.futures.ThreadPoolExecutor(
-                min(num_threads or NUM_THREADS, len(batch)), "jaxserve-program"
+                min(num_threads or NUM_THREADS, len(items)), "jaxserve-program"
             ) as threads,
         ):
             futures = {
                 threads.submit(run_one, execution, named): execution
-                for execution, named in zip(executions, batch, strict=True)
+                for execution, named in zip(executions, items, strict=True)
             }
             try:
                 for future in concurrent.futures.as_completed(futures):

@@ -62,7 +62,7 @@ class Execution:
         try:
             return await evaluate(self._backend, transcript, variable, self._sampling, on_text)
         except Exception as error:  # raised again, with the program's line
-            error.add_note(f"in the program: {variable.expression} at {variable.place}")
+            error.add_note(f"in the program: {variable.expression!s} at {variable.place}")
             raise
 
     def result(self, variable: Variable) -> Result:
@@ -140,7 +140,7 @@ class State:
                     self += content
             case _:
                 kind = type(value).__name__
-                raise TypeError(f"a {kind} can't be appended; allowed: text, gen, select, roles")
+                raise TypeError(f"{kind} can't be appended; allowed: text, gen, select, roles")
         return self
 
     def system(self) -> contextlib.AbstractContextManager[None]:
@@ -165,8 +165,8 @@ class State:
 
     def fork(self, count: int = 1) -> "Forks":
         """States that go on from here, side by side; what they share is computed once."""
-        if count < 1:
-            raise ValueError(f"count is {count}; allowed: 1 or more")
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"count is {count!r}; allowed: 1 or more")
         return Forks(self, [self._fork() for _ in range(count)])
 
     def _fork(self) -> "State":

@@ -118,7 +118,7 @@ class Transcript:
             raise ProgramError("text, gen and select stand in a role once a program has used one")
         if isinstance(part, Variable):
             if self.role not in (None, "assistant"):
-                raise ProgramError(f"{part.expression} stands in {self.role}(), not assistant()")
+                raise ProgramError(f"{part.expression!s} stands in {self.role}(), not assistant()")
             return dataclasses.replace(self, parts=(*self.parts, part), last_variable=part)
         if self.parts and isinstance(self.parts[-1], str):
             return dataclasses.replace(self, parts=(*self.parts[:-1], self.parts[-1] + part))

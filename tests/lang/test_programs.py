@@ -1,6 +1,7 @@
 """What becomes of a program without a model: prompts, roles, forks, values, errors, streams."""
 
 import asyncio
+import re
 import threading
 import time
 import traceback
@@ -144,8 +145,34 @@ def test_programs_that_make_no_sense(scripted, program, message):
         function(program).run(backend=scripted())
 
 
+def test_what_is_no_program():
+    async def waits(s):
+        s += "a"
+
+    def yields(s):
+        yield s
+
+    for body in (waits, yields):
+        with pytest.raises(TypeError, match="is async or a generator"):
+            function(body)
+    with pytest.raises(TypeError, match="takes no state"):
+        function(lambda: None)
+
+
+def test_an_expression_stands_in_no_f_string(scripted):
+    for expression, text in (
+        (gen("x"), "gen('x')"),
+        (select("x", ["a", "b"]), "select('x')"),
+        (user("a"), "user(...)"),
+        ("a" + gen("x"), "'a' + gen('x')"),
+    ):
+        message = re.escape(f'{text} stands in an f-string; join by +: "..." + {text}')
+        with pytest.raises(ProgramError, match=message):
+            function(lambda s, one=expression: s.__iadd__(f"Name: {one}")).run(backend=scripted())
+
+
 def test_what_is_no_text_is_not_appended(scripted):
-    with pytest.raises(TypeError, match="a int can't be appended"):
+    with pytest.raises(TypeError, match="int can't be appended"):
         function(lambda s: s.__iadd__(5)).run(backend=scripted())
     with pytest.raises(TypeError, match="a int can't be joined"):
         gen("x") + 5
@@ -166,6 +193,7 @@ def test_what_is_no_text_is_not_appended(scripted):
         ({"choices": []}, "choices"),
         ({"choices": ["a", "a"]}, "choices"),
         ({"choices": "ab"}, "choices"),
+        ({"choices": 5}, "choices"),
         ({"choices": ["a"], "max_tokens": 5}, "max_tokens"),
         ({"name": 5}, "name"),
     ],
@@ -266,8 +294,9 @@ def test_forks_go_on_by_themselves_and_join(scripted):
     assert state["other"] == [None, "Y", None]
     assert [meta["text"] for meta in state.get_meta("letter")] == ["X", "Y", "Z"]
     assert (state["own"], state.text()) == ("B", "abB++")
-    with pytest.raises(ValueError, match="count is 0"):
-        state.fork(0)
+    for count in (0, "a", 2.0):
+        with pytest.raises(ValueError, match=f"count is {count!r}; allowed: 1 or more"):
+            state.fork(count)
     with pytest.raises(TypeError, match="can't be replaced"):
         state.returned[0] = state
 
@@ -390,7 +419,12 @@ def test_a_batch_keeps_order_and_shows_a_bar(scripted, capfd):
     assert out == ""
     assert "30/30" in err
     assert "tokens/s" in err
+    made = program.run_batch(({"i": i} for i in range(3)), backend=backend)
+    assert [state["x"] for state in made] == ["0!", "1!", "2!"]
     assert program.run_batch([], backend=backend) == []
+    for items in ({"i": 3}, [{"i": 1}, "i"]):
+        with pytest.raises(TypeError, match=r"item \d is a str; allowed: arguments by name"):
+            program.run_batch(items, backend=backend)
     with pytest.raises(ValueError, match="num_threads is 0"):
         program.run_batch(items, backend=backend, num_threads=0)
 
@@ -478,6 +512,9 @@ def test_a_default_backend(scripted):
         assert program.run(backend=scripted(lambda _: ("mine", None)))["x"] == "mine"
     finally:
         set_default_backend(None)
+    for use in (set_default_backend, lambda name: program.run(backend=name)):
+        with pytest.raises(TypeError, match=r"backend is a str; allowed: Runtime\(model\)"):
+            use("smollm2-135m-instruct")
 
 
 def test_a_cancelled_program_ends(scripted):
