@@ -1,12 +1,15 @@
-"""The programs of `examples/` on the real SmolLM2."""
+"""The programs of `examples/` and of the docs on the real SmolLM2."""
 
 import importlib
 import json
+import pathlib
 import re
 
+import msgspec
 import pytest
 
-from jaxserve import Runtime
+import jaxserve
+from jaxserve import Runtime, set_default_backend
 from jaxserve.config import cache_dir
 
 pytestmark = pytest.mark.real_model
@@ -60,3 +63,36 @@ def test_chat(runtime):
     assert "Paris" in answers[0]
     assert len(answers) == 3
     assert len(re.findall(r"<\|im_start\|>assistant", state.text())) == 3
+
+
+@pytest.mark.parametrize("page", ["docs/lang.md", "README.md"])
+def test_the_docs_programs_word_for_word(runtime, monkeypatch, page):
+    generate = runtime.generate
+    made = []
+
+    def make(model_path):
+        made.append(model_path)
+        return runtime
+
+    def seeded(token_ids, params, on_text):
+        return generate(token_ids, msgspec.structs.replace(params, seed=1), on_text)
+
+    monkeypatch.setattr(runtime, "generate", seeded)
+    monkeypatch.setattr(jaxserve, "Runtime", make, raising=False)
+    text = (pathlib.Path(__file__).parents[2] / page).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    known = {}
+    try:
+        for block in blocks:
+            if page != "README.md" or "@function" in block:
+                exec(block, known)
+    finally:
+        set_default_backend(None)
+    assert made == ["smollm2-135m-instruct"]
+    if page == "README.md":
+        assert "Paris" in known["states"][0]["city"]
+        return
+    assert set(json.loads(known["json_output"].run(backend=runtime)["json"])) == {
+        "name", "age", "city"
+    }  # fmt: skip
+    assert known["state"]["word"]
