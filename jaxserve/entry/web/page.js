@@ -388,7 +388,8 @@ function showSteps(steps) {
   });
   const scale = 1000 / Math.max(1e-6, at);
   $("steps").replaceChildren(...places.flatMap((place) => {
-    const x = place.at * scale, width = Math.max(1, place.width * scale - 0.6);
+    const x = place.at * scale, whole = place.width * scale;
+    const width = Math.max(1, whole > 8 ? whole - 1.5 : whole); // gaps would pale narrow ones
     const height = 84 * place.step.num_tokens / place.step.room;
     return [
       shape("rect", { x, width, y: 3, height: 84, class: "room" }),
