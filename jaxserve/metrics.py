@@ -5,6 +5,7 @@ engine counts is read from its last `EngineStats` when scraped; latencies are ob
 run.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, get_args
 
@@ -334,6 +335,7 @@ class Metrics(Collector):
         self._inter_token = self._requests["inter_token_latency_seconds"]
         self._finished: dict[FinishReason, int] = {reason: 0 for reason in get_args(FinishReason)}
         self._num_refused = 0
+        self._responses: collections.Counter[tuple[str, int]] = collections.Counter()
 
     def serve(self, model_name: str, stats: Callable[[], EngineStats], info: EngineInfo) -> None:
         """Tells which model is observed from now on; `stats` gives its engine's counters.
@@ -342,6 +344,10 @@ class Metrics(Collector):
         start at 0 again, as Prometheus expects of a restart.
         """
         self._model_name, self._stats, self._info = model_name, stats, info
+
+    def on_response(self, endpoint: str, status: int) -> None:
+        """An HTTP response begins; `endpoint` and `status` are each one of few."""
+        self._responses[endpoint, status] += 1
 
     # The client's Observer
 
@@ -411,6 +417,14 @@ class Metrics(Collector):
         )
         refused.add_metric([model], self._num_refused)
         yield refused
+        responses = CounterMetricFamily(
+            "jaxserve_http_responses",
+            "HTTP responses by endpoint, unknown where a request came to none, and status.",
+            labels=["model_name", "endpoint", "status_code"],
+        )
+        for (endpoint, status), count in self._responses.items():
+            responses.add_metric([model, endpoint, str(status)], count)
+        yield responses
         for name, help, values, labels in ENGINE_HISTOGRAMS:
             listed = [((model, *label_values), one) for label_values, one in values(stats)]
             yield _histogram_family(name, help, ("model_name", *labels), listed)

@@ -166,6 +166,7 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
         max_body_bytes=settings.max_body_bytes,
         api_keys=settings.all_api_keys(),
         cors_origins=settings.cors_origin,
+        on_response=metrics.on_response,
     )
 
 

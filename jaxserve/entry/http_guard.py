@@ -5,7 +5,7 @@ Imports no jax.
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,14 +19,22 @@ MAX_HEADER_BYTES = 32 << 10
 """Of a request's headers together."""
 OPEN_PATHS = ("/health", "/metrics", *web_page.OPEN_PATHS)
 """Served without a key: to probes and scrapers, and the page that asks for one."""
+OnResponse = Callable[[str, int], None]
+"""Called with an endpoint and a status."""
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 def guard(
-    app: ASGIApp, *, max_body_bytes: int, api_keys: Sequence[str], cors_origins: Sequence[str]
+    app: ASGIApp,
+    *,
+    max_body_bytes: int,
+    api_keys: Sequence[str],
+    cors_origins: Sequence[str],
+    on_response: OnResponse,
 ) -> ASGIApp:
     """`app` behind its guards; with `cors_origins`, open to web pages of these origins."""
     app = RequestId(KeyCheck(SizeLimits(app, max_body_bytes), api_keys))
+    app = Counted(app, on_response)
     if not cors_origins:
         return app
     return CORSMiddleware(
@@ -36,6 +44,24 @@ def guard(
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after"],
     )
+
+
+class Counted:
+    """Tells of each response its status, and its endpoint: the path with the names of what varies
+    in it, "unknown" where it was refused before it came to one. So there are few of either."""
+
+    def __init__(self, app: ASGIApp, on_response: OnResponse):
+        self._app = app
+        self._on_response = on_response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                endpoint = getattr(scope.get("route"), "path", "unknown")
+                self._on_response(endpoint, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
 
 
 class RequestId:

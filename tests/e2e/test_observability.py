@@ -169,6 +169,10 @@ async def test_under_load_every_metric_moves_as_it_should(http):
     seconds = (1e-9, 600)
     assert load.num_refused >= 1
     has(load.num_refused, "admission_rejections_total")
+    has(ended + 1, "http_responses_total", "/v1/completions", "200")  # one left
+    has(1, "http_responses_total", "/v1/completions", "400")
+    has(load.num_refused, "http_responses_total", "/v1/completions", "429")
+    has(some, "http_responses_total", "/metrics", "200")
     has(1, "request_success_total", "abort")
     has(1, "request_success_total", "error")
     has((0, ended), "request_success_total", "stop")

@@ -106,3 +106,27 @@ async def test_log_lines_are_structured_and_hold_text_only_when_asked(caplog):
         else:
             assert "secret" not in json.dumps(line)
             assert "Hell" not in json.dumps(line)
+
+
+async def test_responses_are_counted_by_few_endpoints_and_statuses():
+    async with serving_http(api_key=("key",)) as (served, http):
+        key = {"authorization": "Bearer key"}
+        for _ in range(3):
+            await http.post("/v1/completions", json={**BODY, "stream": True}, headers=key)
+        await http.post("/v1/completions", json={"prompt": 5}, headers=key)
+        for i in range(4):
+            await http.get(f"/v1/models/number-{i}", headers=key)
+            await http.get(f"/nowhere/{i}", headers=key)
+            await http.request(f"ODD{i}", "/tokenize", headers=key)
+            await http.post(f"/v1/completions?{i}", json=BODY)
+        found = {
+            (sample.labels["endpoint"], sample.labels["status_code"]): sample.value
+            for family in served.server.metrics.collect()
+            for sample in family.samples
+            if sample.name == "jaxserve_http_responses_total"
+        }
+        assert found == {
+            ("/v1/completions", "200"): 3, ("/v1/completions", "400"): 1,
+            ("/v1/models/{model:path}", "404"): 4, ("/tokenize", "405"): 4,
+            ("unknown", "404"): 4, ("unknown", "401"): 4,
+        }  # fmt: skip

@@ -18,7 +18,7 @@ COUNTS = {
     "request_params_max_tokens", "num_preemptions", "corrupted_requests", "steps", "bucket_steps",
     "compiles", "num_grammar", "num_grammar_cache_hit", "num_grammar_aborted",
     "num_grammar_timeout", "request_success", "admission_rejections", "prefix_cache_queries",
-    "prefix_cache_hits", "prompt_tokens_cached", "iteration_tokens_total",
+    "prefix_cache_hits", "prompt_tokens_cached", "iteration_tokens_total", "http_responses",
 }  # fmt: skip
 """Plain counts, and names of vLLM's whose unit is not at their end."""
 
@@ -90,6 +90,8 @@ def test_values_come_from_the_engine_and_the_observer():
         RequestTimes(total_s=0.65, queue_s=0.1, first_token_s=0.25, longest=5),
     )
     metrics.on_refused()
+    metrics.on_response("/v1/completions", 200)
+    metrics.on_response("/v1/completions", 200)
     expected = {
         "num_requests_running": 3, "kv_cache_usage_perc": 0.5, "kv_cache_pages[free]": 3,
         "kv_cache_pages[cached]": 2, "prefix_cache_queries_total": 100,
@@ -104,6 +106,7 @@ def test_values_come_from_the_engine_and_the_observer():
         "request_inference_time_seconds_sum": 0.55, "e2e_request_latency_seconds_sum": 0.65,
         "request_time_per_output_token_seconds_sum": 0.1, "request_params_n_sum": 2,
         "request_params_max_tokens_sum": 7, "request_prompt_tokens_sum": 100,
+        "http_responses_total[/v1/completions][200]": 2,
     }  # fmt: skip
     found = values(metrics)
     assert {name: found[name] for name in expected} == pytest.approx(expected)
