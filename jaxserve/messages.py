@@ -9,6 +9,7 @@ one. msgpack by msgspec; never pickle.
 import asyncio
 import contextlib
 import queue
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -94,7 +95,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 ToEngine = Vocabulary | Submit | Abort | Shutdown | FlushCache | Inspect
 FromEngine = Progress | Ready | Outputs | State | Fatal | Stopped
 
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_to_engine = msgspec.msgpack.Decoder(list[ToEngine])
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -116,7 +117,8 @@ class ClientEnd(Protocol):
     """The entry's end. Used within one asyncio loop."""
 
     def send(self, message: ToEngine) -> None:
-        """Never blocks."""
+        """Never blocks. What is sent in one turn of the loop comes together: prompts of one call
+        begin in the same step."""
         ...
 
     async def receive(self) -> FromEngine: ...
@@ -124,19 +126,43 @@ class ClientEnd(Protocol):
     def close(self) -> None: ...
 
 
+class Turn:
+    """Gathers what is sent in one turn of the running loop."""
+
+    def __init__(self, send: Callable[[list[ToEngine]], None]):
+        """`send` gets the messages after the turn."""
+        self._send = send
+        self._messages: list[ToEngine] = []
+        self._loop = asyncio.get_running_loop()
+
+    def add(self, message: ToEngine) -> None:
+        if not self._messages:
+            self._loop.call_soon(self._end)
+        self._messages.append(message)
+
+    def drop(self) -> None:
+        """The link closes: nothing more is sent."""
+        self._messages = []
+
+    def _end(self) -> None:
+        messages, self._messages = self._messages, []
+        if messages:
+            self._send(messages)
+
+
 class QueueEngineEnd:
     """The engine's end of a link within one process."""
 
     def __init__(self):
-        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[ToEngine]] = queue.SimpleQueue()
         self._client: QueueClientEnd | None = None
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
         messages: list[ToEngine] = []
         try:
-            messages.append(self._inbox.get(block=timeout_s != 0, timeout=timeout_s))
+            messages += self._inbox.get(block=timeout_s != 0, timeout=timeout_s)
             while True:
-                messages.append(self._inbox.get_nowait())
+                messages += self._inbox.get_nowait()
         except queue.Empty:
             return messages
 
@@ -156,8 +182,8 @@ class QueueEngineEnd:
 class QueueClientEnd:
     """The entry's end of a link within one process. Made inside the asyncio loop that uses it."""
 
-    def __init__(self, outbox: queue.SimpleQueue[ToEngine]):
-        self._outbox = outbox
+    def __init__(self, outbox: queue.SimpleQueue[list[ToEngine]]):
+        self._turn = Turn(outbox.put)
         self._inbox: asyncio.Queue[FromEngine] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
@@ -167,13 +193,13 @@ class QueueClientEnd:
             self._loop.call_soon_threadsafe(self._inbox.put_nowait, message)
 
     def send(self, message: ToEngine) -> None:
-        self._outbox.put(message)
+        self._turn.add(message)
 
     async def receive(self) -> FromEngine:
         return await self._inbox.get()
 
     def close(self) -> None:
-        pass
+        self._turn.drop()
 
 
 class ZmqEngineEnd:
@@ -192,7 +218,7 @@ class ZmqEngineEnd:
         if self._socket.poll(None if timeout_s is None else int(timeout_s * 1000)):
             try:
                 while True:
-                    messages.append(_to_engine.decode(self._socket.recv(zmq.NOBLOCK)))
+                    messages += _to_engine.decode(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 pass
         return messages
@@ -215,11 +241,15 @@ class ZmqClientEnd:
         self._socket.linger = 0
         self._socket.bind(address)
         self._pending: set[asyncio.Future[Any]] = set()
+        self._turn = Turn(self._send)
 
     def send(self, message: ToEngine) -> None:
+        self._turn.add(message)
+
+    def _send(self, messages: list[ToEngine]) -> None:
         # With no high-water mark a send never waits; the future is kept so that an error in it is
         # not lost.
-        future = asyncio.ensure_future(self._socket.send(_encode(message)))
+        future = asyncio.ensure_future(self._socket.send(_encode(messages)))
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
 
@@ -227,5 +257,6 @@ class ZmqClientEnd:
         return _from_engine.decode(await self._socket.recv())
 
     def close(self) -> None:
+        self._turn.drop()
         self._socket.close(linger=0)
         self._context.term()

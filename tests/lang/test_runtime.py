@@ -152,6 +152,20 @@ def test_select_computes_little_more_than_the_choices(runtime, stats):
     assert runtime.stats().num_runtime_compiles == 0
 
 
+def test_a_select_takes_one_step(runtime, stats):
+    @function
+    def program(s, i):
+        s += f"After {i}, not computed yet, it is"
+        s += select("c", [" red", " green", " New York"])
+
+    runtime.flush_cache()
+    for i in range(10):
+        stats()
+        meta = program.run(i, backend=runtime).get_meta("c")
+        assert max(meta["num_tokens"]) > 1, "choices of several tokens are prompts of their own"
+        assert stats()["num_steps"] == 1
+
+
 def test_a_batch_runs_side_by_side_as_each_alone(runtime, stats):
     items = [{"seed": 10 * i} for i in range(24)]
     stats()
