@@ -104,14 +104,13 @@ def busiest_threads(host: dict[str, list[Event]], steps: float) -> dict[str, Any
 
 def main() -> None:
     parser = engines.engine_parser(__doc__, prefix_cache=False)
-    parser.set_defaults(process="thread")
     parser.add_argument("--batches", default="1,64,256")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=180)
     parser.add_argument("--prefill", default="")
     arguments = parser.parse_args()
     config = engines.engine_config(arguments)
-    with engines.start(config, arguments.process) as llm:
+    with engines.start(config, "thread") as llm:
         name = engines.device_name(llm.info)
         layers = ModelConfig.from_hf(resolve(arguments.model).config).num_layers
         found = {}
