@@ -126,22 +126,21 @@ def _nothing(*arguments: Any) -> None:
     pass
 
 
-async def generate_s(llm: AsyncLLM, switch: Switch, prompts: list[list[int]], tokens: int) -> float:
-    """Seconds until all have their tokens, scraped meanwhile if metrics are on."""
-
-    async def scrape() -> None:
-        while switch.on:
+async def scrape(switch: Switch) -> None:
+    """For ever, while metrics are on."""
+    while True:
+        await asyncio.sleep(SCRAPE_S)
+        if switch.on:
             switch.metrics.render()
-            await asyncio.sleep(SCRAPE_S)
 
+
+async def generate_s(llm: AsyncLLM, prompts: list[list[int]], tokens: int) -> float:
+    """Seconds until all have their tokens."""
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     gc.collect()
-    scraping = asyncio.ensure_future(scrape())
     start = time.perf_counter()
     await llm.generate(prompts, params)
-    seconds = time.perf_counter() - start
-    scraping.cancel()
-    return seconds
+    return time.perf_counter() - start
 
 
 def prompts_of(random: SplitMix64, batch: int, vocab_size: int) -> Iterator[list[list[int]]]:
@@ -159,12 +158,14 @@ async def measure(arguments: argparse.Namespace) -> tuple[EngineInfo, dict[str, 
             info = llm.info
             switch.metrics.serve(info.model, llm.stats, info)
             prompts = prompts_of(SplitMix64(0), batch, info.vocab_size)
-            await generate_s(llm, switch, next(prompts), tokens)  # warms up
+            await generate_s(llm, next(prompts), tokens)  # warms up
+            scraping = asyncio.ensure_future(scrape(switch))
             for i in range(arguments.repeats):
                 for on in (True, False) if i % 2 else (False, True):
                     switch.turn(on)
-                    seconds = await generate_s(llm, switch, next(prompts), tokens)
+                    seconds = await generate_s(llm, next(prompts), tokens)
                     rates[on].append(batch * tokens / seconds)
+            scraping.cancel()
     costs = [1 - on / off for on, off in zip(rates[True], rates[False], strict=True)]
     return info, {
         "tokens_per_s on": [round(rate, 1) for rate in rates[True]],

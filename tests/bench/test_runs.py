@@ -152,7 +152,7 @@ async def test_metrics_are_off_when_turned_off_and_on_again_at_once(tiny_model, 
                 switch.turn(on)
                 told.clear()
                 before = llm.stats()
-                await generate_s(llm, switch, [[1, 2, 3]] * 4, 12)
+                await generate_s(llm, [[1, 2, 3]] * 4, 12)
                 after = llm.stats()
                 timed = after.step_tokens.count - before.step_tokens.count
                 assert timed == (after.num_steps - before.num_steps if on else 0)
