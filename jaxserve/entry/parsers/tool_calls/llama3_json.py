@@ -56,6 +56,7 @@ class Llama3Json(Parser):
             return True
         if ended and not self._object.is_started:
             self._give_up()
+            self.is_cut = True
             return True
         return False
 
