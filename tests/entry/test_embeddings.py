@@ -45,7 +45,7 @@ async def test_forms():
             ({"encoding_format": "hex"}, "encoding_format"),
             ({"input": []}, "input"),
             ({"input": ["a"] * 13}, "input"),
-            ({"input": "a" * 300}, "prompt"),
+            ({"input": "a" * 300}, "input"),
             ({"max_tokens": 3}, "max_tokens"),
         ):
             check_error(await ask(**fields), 400, param)

@@ -186,7 +186,7 @@ async def test_in_the_background_and_cancelled():
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),

@@ -260,7 +260,7 @@ async def test_what_can_not_be_scored_is_named(shared, change: Any, status: int,
         ({"text": []}, "text"),
         ({"input_ids": "abc"}, "input_ids"),
         ({"input_ids": [1, "a"]}, "input_ids"),
-        ({"input_ids": [[1], []]}, "prompt"),
+        ({"input_ids": [[1], []]}, "input_ids"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
@@ -328,7 +328,7 @@ async def test_abort_by_name_and_all():
         async with asyncio.timeout(2):
             while len(served.engine.running) < 3:
                 await asyncio.sleep(0.005)
-        check_error(await ask("one"), 400, "request_id")
+        check_error(await ask("one"), 400, "rid")
         assert (await http.post("/abort_request", json={"rid": "two"})).status_code == 200
         assert check_error(await tasks[1], 503)["code"] == "request_aborted"
         assert (await tasks[1]).headers["x-should-retry"] == "false"
