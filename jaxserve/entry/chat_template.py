@@ -126,14 +126,14 @@ class ChatTemplate:
         """Raises: UnsupportedParameter unless the template tells of tools."""
         self._need("tools", "tools")
 
-    def check_message(self, message: Mapping[str, Any], field: str) -> None:
-        """Raises: UnsupportedParameter naming a part of the message at `field`, a call or a tool's
-        answer, that the template would leave out.
+    def check_message(self, message: Mapping[str, Any], calls: str, role: str) -> None:
+        """Raises: UnsupportedParameter for a message with calls (the field `calls`), or of a tool
+        (the field `role`), which the template has no place for.
         """
         if message.get("tool_calls"):
-            self._need("tool_calls", f"{field}.tool_calls")
+            self._need("tool_calls", calls)
         if message["role"] == "tool":
-            self._need("tool", f"{field}.role")
+            self._need("tool", role)
 
     def _need(self, name: str, field: str) -> None:
         if name not in self.source:
@@ -161,7 +161,8 @@ class ChatTemplate:
         if tools:
             self.check_tools()
         for index, message in enumerate(plain):
-            self.check_message(message, f"messages[{index}]")
+            where = f"messages[{index}]"
+            self.check_message(message, f"{where}.tool_calls", f"{where}.role")
         try:
             text = self._template.render(
                 messages=plain,

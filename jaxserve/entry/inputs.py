@@ -52,8 +52,8 @@ def resolve_sampling(
     for field in ("max_tokens", "min_tokens"):
         value = getattr(params, field)
         if value is not None and value > room:
-            needed = f"{value + num_prompt_tokens} with the prompt's {num_prompt_tokens}"
-            raise ContextExceeded(field, f"is {value}, {needed}; {limit}")
+            beside = f"allowed beside the prompt's {num_prompt_tokens} tokens: up to {room}"
+            raise ContextExceeded(field, f"is {value}; {beside}; {limit}")
     if params.prompt_logprobs_start >= num_prompt_tokens:
         raise InvalidRequest(
             "prompt_logprobs_start",

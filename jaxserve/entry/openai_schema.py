@@ -401,7 +401,7 @@ class ChatMessage(Body):
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [
-                template_call(call, f"{where}.tool_calls[{i}]")
+                template_call(call, f"{where}.tool_calls[{i}].function.arguments")
                 for i, call in enumerate(self.tool_calls)
             ]
         return message
@@ -423,9 +423,11 @@ class CallIds:
             raise InvalidRequest(field, f"is {answered[:60]!r}, the id of no call before it")
 
 
-def template_call(call: ToolCall, where: str) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what templates write as JSON."""
-    arguments = parse_json(call.function.arguments or "{}", f"{where}.function.arguments")
+def template_call(call: ToolCall, field: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what templates write as JSON; `field` names
+    them in errors.
+    """
+    arguments = parse_json(call.function.arguments or "{}", field)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 

@@ -73,7 +73,7 @@ class InputItem(Body):
             case "function_call":
                 function = schema.FunctionCall(name=need("name"), arguments=need("arguments"))
                 call = schema.ToolCall(id=need("call_id"), function=function)
-                calls = [schema.template_call(call, where)]
+                calls = [schema.template_call(call, f"{where}.arguments")]
                 return {"role": "assistant", "content": "", "tool_calls": calls}
             case "function_call_output":
                 return {"role": "tool", "content": need("output"), "tool_call_id": need("call_id")}
@@ -217,7 +217,7 @@ class ResponsesRequest(Body):
             message = item.template_message(f"input[{i}]")
             calls.take(message, f"input[{i}].call_id")
             if template is not None:
-                template.check_message(message, f"input[{i}]")
+                template.check_message(message, f"input[{i}].type", f"input[{i}].type")
             messages.append(message)
         return merge_assistant(messages)
 

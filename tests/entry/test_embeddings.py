@@ -55,4 +55,5 @@ async def test_forms():
 
 async def test_without_the_engines_support_it_is_refused():
     async with serving_http() as (_, http):
-        check_error(await http.post("/v1/embeddings", json={"input": "a"}), 400, "input")
+        error = check_error(await http.post("/v1/embeddings", json={"input": "a"}), 400, "input")
+        assert "--embeddings" in error["message"]

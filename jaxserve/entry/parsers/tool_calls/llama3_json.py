@@ -40,6 +40,7 @@ class Llama3Json(Parser):
             self._state = self.inside
             return True
         if self._num_calls:
+            self.is_cut = not text and bool(self._text.strip())
             self._text = text
         else:
             self._text = self._lead.replace(TAG, "") + self._text
