@@ -44,9 +44,14 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
         title="jaxserve",
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,
         dependencies=[fastapi.Depends(check_query)],
     )
-    app.openapi = functools.cache(lambda: openapi.describe(app, front))
+    description = functools.cache(lambda: openapi.describe(app, front))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def describe_api() -> Response:
+        return json_response(description())
 
     @app.post("/v1/completions", openapi_extra=takes(schema.CompletionRequest))
     async def completions(request: Request) -> Response:

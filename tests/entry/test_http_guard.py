@@ -87,7 +87,8 @@ async def test_head_is_get_without_the_body():
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/engine_state"), ("GET", "/tokenizer_info"), ("GET", "/v1/models"),
+        ("GET", "/engine_state"), ("GET", "/tokenizer_info"), ("GET", "/openapi.json"),
+        ("GET", "/v1/models"),
         ("GET", "/v1/models/tiny"), ("GET", "/v1/responses/none"), ("GET", "/get_model_info"),
         ("GET", "/v1/files/none"), ("GET", "/health_generate"), ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"), ("POST", "/generate"), ("POST", "/flush_cache"),
