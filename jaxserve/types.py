@@ -181,9 +181,30 @@ def parse_json(value: Any, field: str) -> Any:
     if not isinstance(value, str):
         return dict(value) if isinstance(value, Mapping) else value
     try:
-        return json.loads(value)
+        return load_json(value, field)
+    except InvalidRequest:
+        raise
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(field, f"is not JSON: {error}") from None
+
+
+def load_json(text: str | bytes, field: str = "") -> Any:
+    """The value of a JSON text whose objects have each key once: of one that came twice, which
+    counts would be anybody's guess.
+
+    Raises: InvalidRequest naming `field`, else the key; ValueError, RecursionError for no JSON.
+    """
+
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen: set[str] = set()
+            key = next(key for key, _ in pairs if key in seen or seen.add(key))
+            twice = f"has {key!r} twice in one object" if field else "comes twice in one object"
+            raise InvalidRequest(field or key, twice)
+        return found
+
+    return json.loads(text, object_pairs_hook=read)
 
 
 def to_json(value: Any, field: str) -> str:
@@ -240,6 +261,14 @@ def real(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def is_text(value: Any) -> bool:
+    """A string, and Unicode: without surrogates, which no text that is generated has."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 class Range(NamedTuple):
     """What a number may be, from `low` to `high`."""
 
@@ -259,9 +288,10 @@ class Range(NamedTuple):
     def __str__(self) -> str:
         if self.words:
             return self.words
+        low, high = (f"{n:g}" if isinstance(n, float) else f"{n}" for n in (self.low, self.high))
         if self.is_over_low:
-            return f"over {self.low:g}, up to {self.high:g}"
-        return f"{self.low:g} " + ("or more" if self.high >= MAX_INT else f"to {self.high:g}")
+            return f"over {low}, up to {high}"
+        return f"{low} " + ("or more" if self.high == math.inf else f"to {high}")
 
     def json_schema(self) -> dict[str, float]:
         low = {"exclusiveMinimum" if self.is_over_low else "minimum": self.low}
@@ -273,22 +303,22 @@ _LOGPROBS = Range(
     ALL_LOGPROBS, MAX_LOGPROBS, True, words=f"0 to {MAX_LOGPROBS}, or {ALL_LOGPROBS} for all"
 )
 RANGES = {
-    "min_tokens": Range(0, is_whole=True),
+    "min_tokens": Range(0, MAX_INT, True),
     "temperature": Range(0, 2),
-    "top_k": Range(-1, MAX_INT, True, words="-1, 0 or more"),
+    "top_k": Range(-1, MAX_INT, True),
     "top_p": Range(0, 1, is_over_low=True),
     "min_p": Range(0, 1),
     "typical_p": Range(0, 1, is_over_low=True),
     "repetition_penalty": Range(0.01, 100),
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
-    "no_repeat_ngram_size": Range(0, is_whole=True),
-    "prompt_logprobs_start": Range(0, 2**31 - 1, is_whole=True),
+    "no_repeat_ngram_size": Range(0, MAX_INT, True),
+    "prompt_logprobs_start": Range(0, MAX_INT, True),
     "seed": Range(-MAX_SEED - 1, MAX_SEED, True, words="a 64-bit integer"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
     "n": Range(1, MAX_CHOICES, True),
-    "truncate_prompt_tokens": Range(-1, MAX_INT, True, words="-1, or 1 or more"),
+    "truncate_prompt_tokens": Range(-1, MAX_INT, True, words=f"-1, or 1 to {MAX_INT}"),
     "stream_interval": Range(1, MAX_INT, True),
     "length_penalty": Range(-10, 10),
 }
@@ -413,7 +443,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             value = getattr(self, field)
             is_open = value is None and field in OPEN_FIELDS
             need(field, is_open or allowed.holds(value), str(allowed))
-        need("truncate_prompt_tokens", self.truncate_prompt_tokens != 0, "-1, or 1 or more")
+        truncation = RANGES["truncate_prompt_tokens"]
+        need("truncate_prompt_tokens", self.truncate_prompt_tokens != 0, str(truncation))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 "min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})"
@@ -421,7 +452,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_token_options(need)
         need(
             "stop",
-            isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
+            isinstance(self.stop, tuple) and all(is_text(s) and s for s in self.stop),
             "non-empty strings",
         )
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -488,7 +519,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         need(
             "stop_regex",
             isinstance(self.stop_regex, tuple)
-            and all(isinstance(s, str) and s for s in self.stop_regex)
+            and all(is_text(s) and s for s in self.stop_regex)
             and len(self.stop_regex) <= MAX_STOP_REGEXES
             and sum(map(len, self.stop_regex)) <= MAX_STOP_CHARACTERS,
             f"{MAX_STOP_REGEXES} non-empty strings of {MAX_STOP_CHARACTERS} characters in all",

@@ -25,7 +25,7 @@ from jaxserve.entry.body_fields import Body
 from jaxserve.entry.failures import ABORTED, HttpFailure
 from jaxserve.entry.front import Front
 from jaxserve.entry.http_io import encode, json_response, read, takes
-from jaxserve.types import InvalidRequest
+from jaxserve.types import InvalidRequest, load_json
 
 log = logging.getLogger("jaxserve.batches")
 
@@ -126,7 +126,8 @@ def parse_lines(content: bytes, endpoint: str) -> tuple[list[Line], list[dict[st
             continue
         try:
             line = msgspec.json.decode(text, type=Line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            load_json(text)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             wrong(number, f"is no request: {error}")
             continue
         if line.url != endpoint:
@@ -262,9 +263,18 @@ def _joined(found: dict[int, bytes]) -> bytes:
     return b"".join(found[index] + b"\n" for index in sorted(found))
 
 
+async def no_folder(request: Request) -> Response:
+    """Answers for files and batches. Raises: HttpFailure (404)."""
+    reason = "the server runs without --files-dir FOLDER, which files and batches need"
+    raise HttpFailure(404, f"there is no {request.url.path}: {reason}", "files_off")
+
+
 def add_routes(app: fastapi.FastAPI, front: Front, settings: ServerConfig) -> None:
-    """Adds files and batches to the application, if the server has a folder for them."""
+    """Adds files and batches to the application; without a folder for them, what says so."""
     if settings.files_dir is None:
+        for path in ("/v1/files", "/v1/batches"):
+            app.add_route(path, no_folder, ["GET", "POST"])
+            app.add_route(f"{path}/{{rest:path}}", no_folder, ["GET", "POST", "DELETE"])
         return
     folder = pathlib.Path(settings.files_dir)
     stored = files.Files(folder, settings.max_files_bytes)

@@ -5,7 +5,6 @@ value asks for nothing (`presence_penalty: 0`). A field that a body doesn't name
 Imports no jax.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from pydantic import ConfigDict, FailFast
 from pydantic_core import PydanticCustomError
 
 from jaxserve.entry.failures import HttpFailure, UnsupportedParameter
-from jaxserve.types import InvalidRequest, SamplingParams
+from jaxserve.types import InvalidRequest, SamplingParams, load_json
 
 MAX_PROMPTS = 1024
 """Prompts of one /v1/completions, times its n."""
@@ -192,7 +191,7 @@ def parse[B: Body](kind: type[B], body: bytes) -> B:
     """
     try:
         found = kind.model_validate_json(body)
-        json.loads(body, object_pairs_hook=_check_keys)
+        load_json(body)
         return found
     except pydantic.ValidationError as error:
         if error.error_count() > MAX_ERRORS:  # listing a million errors takes seconds
@@ -212,15 +211,6 @@ def parse[B: Body](kind: type[B], body: bytes) -> B:
     if first["type"] == "extra_forbidden":
         raise InvalidRequest(location, "is not a parameter of this endpoint")
     raise InvalidRequest(location, message)
-
-
-def _check_keys(pairs: list[tuple[str, Any]]) -> None:
-    """Raises: InvalidRequest for a key that comes twice: which one counts is anybody's guess."""
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise InvalidRequest(key, "comes twice in one object")
-        seen.add(key)
 
 
 def _location(parts: Sequence[int | str]) -> str:

@@ -6,7 +6,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.entry.chat_format import ChatFormat, Message
 from jaxserve.entry.client import Client, Until
 from jaxserve.entry.openai_schema import ChatRequest
-from jaxserve.types import SamplingParams
+from jaxserve.types import InvalidRequest, SamplingParams
 
 
 async def prepare_chat(
@@ -30,6 +30,11 @@ async def prepare_chat(
     variables = {**body.template_variables(), **form.template}
     prompt = await engine.chat_prompt(body.template_messages(), **variables)
     parser, id_of_call = form.parsers(prompt), form.id_of_call
+    until = form.until(prompt)
+    if until is not None and params.use_beam_search:
+        raise InvalidRequest(
+            "parallel_tool_calls", "can't be false with use_beam_search, whose texts end as they do"
+        )
 
     def message() -> Message:
         return Message(
@@ -39,4 +44,4 @@ async def prepare_chat(
             has_one_call=body.parallel_tool_calls is False,
         )
 
-    return prompt, params, message, form.until(prompt)
+    return prompt, params, message, until

@@ -67,10 +67,8 @@ class ChatFormat:
         self._tool_format = None
         if self._tools:
             self._tool_format = tool_format(settings.tool_call_parser, source)
-            if "tools" not in source:
-                raise UnsupportedParameter(
-                    "tools", "are not supported by this model: its chat template has none"
-                )
+            if template is not None:
+                template.check_tools()
             if self._tool_format is None:
                 raise UnsupportedParameter(
                     "tools", "are not supported: the server has no --tool-call-parser for the model"
@@ -187,6 +185,9 @@ class Message:
         self.reasoning = ""
         self.calls: list[dict[str, Any]] = []
         """As OpenAI writes them."""
+        self._arguments: list[JsonValue] = []
+        """Of the calls."""
+        self._whole_calls: set[int] = set()
 
     def push(self, text: str) -> list[Event]:
         """What is new with this piece; see also `content`, `reasoning` and `calls`."""
@@ -212,16 +213,27 @@ class Message:
                     function = {"name": name, "arguments": ""}
                     call = {"id": self._id_of_call(), "type": "function", "function": function}
                     self.calls.append(call)
+                    self._arguments.append(JsonValue())
                 case CallArguments(index, text):
                     if self._has_one_call and index:
                         continue
-                    self.calls[index]["function"]["arguments"] += text
+                    function = self.calls[index]["function"]
+                    said = text if function["arguments"] else text.lstrip()
+                    function["arguments"] += text
+                    if said and self._arguments[index].take(said)[1]:
+                        self._whole_calls.add(index)
             kept.append(event)
         return kept
 
+    def is_whole(self, index: int) -> bool:
+        """The call's arguments have not been cut off."""
+        return index in self._whole_calls
+
     def finish_reason(self, reason: str) -> str:
-        """How the choice ended whose text ended with `reason`."""
-        return "tool_calls" if reason == "stop" and self.calls else reason
+        """How the choice ended whose text ended with `reason`: that, where it cut a call off."""
+        is_cut = self._parser.is_cut and not self._has_one_call
+        is_whole = len(self._whole_calls) == len(self.calls) and not is_cut
+        return "tool_calls" if reason == "stop" and self.calls and is_whole else reason
 
     def body(self) -> dict[str, Any]:
         """The whole message."""

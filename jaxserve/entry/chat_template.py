@@ -18,6 +18,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
+from jaxserve.entry.failures import UnsupportedParameter
 from jaxserve.types import CheckpointError, InvalidRequest
 
 MAX_RENDERED_CHARACTERS = 64 << 20
@@ -121,6 +122,25 @@ class ChatTemplate:
                 tokens[name] = token
         return cls(source, **tokens)
 
+    def check_tools(self) -> None:
+        """Raises: UnsupportedParameter unless the template tells of tools."""
+        self._need("tools", "tools")
+
+    def check_message(self, message: Mapping[str, Any], calls: str, role: str) -> None:
+        """Raises: UnsupportedParameter for a message with calls (the field `calls`), or of a tool
+        (the field `role`), which the template has no place for.
+        """
+        if message.get("tool_calls"):
+            self._need("tool_calls", calls)
+        if message["role"] == "tool":
+            self._need("tool", role)
+
+    def _need(self, name: str, field: str) -> None:
+        if name not in self.source:
+            raise UnsupportedParameter(
+                field, f"not supported by this model, whose chat template has no {name!r} in it"
+            )
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -134,9 +154,15 @@ class ChatTemplate:
         answer begins.
 
         Content that is a list of {"type": "text", "text": ...} parts is joined into one string.
-        Raises: InvalidRequest for malformed messages, or with what the template itself objects to.
+        Raises: InvalidRequest for malformed messages, or with what the template itself objects to;
+        UnsupportedParameter for tools, calls and their answers where it has no place for them.
         """
         plain = check_messages(messages)
+        if tools:
+            self.check_tools()
+        for index, message in enumerate(plain):
+            where = f"messages[{index}]"
+            self.check_message(message, f"{where}.tool_calls", f"{where}.role")
         try:
             text = self._template.render(
                 messages=plain,

@@ -286,13 +286,13 @@ def chat(model: str, system: str | None, **arguments: Any) -> None:
 
 
 def start_llm(config: EngineConfig) -> "LLM":
-    """An engine in its own process; its start is shown where standard error is a terminal."""
+    """An engine in its own process; its start is shown on standard error, where that is no terminal
+    only if it takes long.
+    """
     from jaxserve.entry.llm import LLM
-    from jaxserve.entry.progress import StartupDisplay
+    from jaxserve.entry.progress import LINE_INTERVAL_S, StartupDisplay
 
-    if not sys.stderr.isatty():
-        return LLM(config, process="spawn")
-    with StartupDisplay(sys.stderr) as display:
+    with StartupDisplay(sys.stderr, quiet_s=LINE_INTERVAL_S) as display:
         return LLM(config, process="spawn", on_progress=display.show)
 
 

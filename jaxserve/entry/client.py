@@ -443,7 +443,10 @@ class Client:
 
     def _check_pooling(self, pooling: Any) -> None:
         if not self.config.embeddings:
-            raise InvalidRequest("input", "can't be embedded: the engine runs without embeddings")
+            raise InvalidRequest(
+                "input",
+                "can't be embedded: the engine runs without --embeddings (Python: embeddings=True)",
+            )
         if pooling not in get_args(Pooling):
             raise InvalidRequest("pooling", f"is {pooling!r}; allowed: last, mean")
 
@@ -492,7 +495,10 @@ class Client:
         if request_id is None:
             request_id = uuid.uuid4().hex
         check_options(request_id, priority, cache_salt, self.config.policy)
-        wire_ids = [request_id] if params.n == 1 else [f"{request_id}#{i}" for i in range(params.n)]
+        # With a space, which no id has that came over a wire.
+        wire_ids = (
+            [request_id] if params.n == 1 else [f"{request_id} #{i}" for i in range(params.n)]
+        )
         if request_id in self._streams or not self._choices.keys().isdisjoint(wire_ids):
             raise InvalidRequest("request_id", f"{request_id!r} is in flight already")
         observer = NoObserver() if queue == "pass" else self._observer
@@ -518,7 +524,7 @@ class Client:
         self._streams[request_id] = stream
         observer.on_request_start(len(token_ids), params)
         if search.is_search(params):
-            options = {"priority": priority, "cache_salt": cache_salt}
+            options = {"priority": priority, "cache_salt": cache_salt, "until": until}
             stream.search = asyncio.ensure_future(self._search(stream, sampling, options))
         for choice in stream.choices if stream.search is None else ():
             request = Request(

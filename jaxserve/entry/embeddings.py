@@ -53,6 +53,7 @@ async def embed(front: Front, record: Record, body: EmbeddingRequest) -> list[np
     """Runs a request and returns a vector, f32[D], for each of its texts."""
     front.check_model(body.model)
     record.user = body.user
+    record.names = {"prompt": "input", **record.names}
     params, most = body.params(), front.engine().max_in_flight
     if len(body.input) > most:
         raise InvalidRequest("input", f"has {len(body.input)} texts; allowed: at most {most}")

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.entry.client import Client, Prompt, RequestStream, Until
@@ -43,6 +43,8 @@ class Record:
         """Whom the request says that it is for."""
         self.client_id = ""
         """The client's own name for the request (X-Request-Id)."""
+        self.names: Mapping[str, str] = {}
+        """What the request calls fields that go by another name inside, for errors."""
         self.trace_context: dict[str, str] = {}
         """Which trace it belongs to, as its headers say."""
         self.streams: list[RequestStream] = []
@@ -64,7 +66,8 @@ class Record:
     ) -> RequestStream:
         """Sends one of the request's prompts to the engine. Raises: what `Client.open` raises."""
         number = len(self.streams)
-        request_id = f"{self.request_id}-{number}" if number else self.request_id
+        # With a space, which no client's own id has.
+        request_id = f"{self.request_id} {number}" if number else self.request_id
         stream = await self._front.engine().open(
             prompt,
             params,
@@ -165,6 +168,8 @@ class Record:
         """Ends the record with what `error` means to a client; an unknown error is logged whole."""
         if isinstance(error, RequestFailed) and self._front.draining:
             error = EngineDead("the server is shutting down")
+        if isinstance(error, InvalidRequest) and error.field in self.names:
+            error = type(error)(self.names[error.field], error.message)
         failure = describe(error)
         if failure.status == 500:
             log.error("%s %s failed", self.verb, self.request_id, exc_info=error)

@@ -215,6 +215,7 @@ class Inference:
 
     async def chat(self, request: pb.ChatRequest, context: Context) -> None:
         async with self._recorded("Chat", "chat", request, context) as record:
+            record.names = {"prompt": "messages"}
             engine, params = self._front.engine(), read_sampling(request.sampling)
             try:
                 body = read_chat(request)

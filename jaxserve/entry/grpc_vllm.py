@@ -27,6 +27,8 @@ NOT_SERVED = ("mm_inputs", "kv_transfer_params", "kv_transfer_params_json")
 ZERO_IS = {"top_p": 1.0, "repetition_penalty": 1.0, "n": 1}
 """What fields without presence mean that are 0, where that isn't 0."""
 SECTIONS = ("core", "all")
+TOKENIZED = {"prompt": "tokenized.input_ids"}
+"""What a prompt of tokens is called here, for errors."""
 
 
 def read_sampling(message: pb.SamplingParams) -> SamplingParams:
@@ -151,9 +153,11 @@ class VllmEngine:
         request_id = request.request_id or None
         async with recorded(self._front, context, "grpc vLLM", "gen", request_id) as record:
             prompt = request.text
+            record.names = {"prompt": "text"}
             match request.WhichOneof("input"):
                 case "tokenized":
                     prompt = read_tokens(request.tokenized, "tokenized")
+                    record.names = TOKENIZED
                 case None:
                     raise InvalidRequest("input", "is not set; allowed: tokenized or text")
             stream = await record.open(prompt, read_sampling(request.sampling_params), None)
@@ -187,6 +191,7 @@ class VllmEngine:
     async def embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         request_id = request.request_id or None
         async with recorded(self._front, context, "grpc vLLM", "embd", request_id) as record:
+            record.names = TOKENIZED
             tokens = read_tokens(request.tokenized, "tokenized")
             body = EmbeddingRequest.model_construct(input=[tokens])
             [vector] = await embed(self._front, record, body)

@@ -18,7 +18,7 @@ from jaxserve.entry import openai_schema as schema
 from jaxserve.entry.chat import prepare_chat
 from jaxserve.entry.failures import HttpFailure, describe
 from jaxserve.entry.front import Front, Record
-from jaxserve.entry.http_guard import guard
+from jaxserve.entry.http_guard import OPEN_PATHS, guard
 from jaxserve.entry.http_io import (
     ClientGone,
     CompletionJob,
@@ -40,8 +40,18 @@ mistake.
 
 def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
     """The whole HTTP application, as an ASGI callable."""
-    app = fastapi.FastAPI(title="jaxserve", docs_url=None, redoc_url=None)
-    app.openapi = functools.cache(lambda: openapi.describe(app, front))
+    app = fastapi.FastAPI(
+        title="jaxserve",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        dependencies=[fastapi.Depends(check_query)],
+    )
+    description = functools.cache(lambda: openapi.describe(app, front))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def describe_api() -> Response:
+        return json_response(description())
 
     @app.post("/v1/completions", openapi_extra=takes(schema.CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -170,10 +180,21 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
     )
 
 
+async def check_query(request: Request) -> None:
+    """Raises: InvalidRequest for a query parameter, but where `files.page` reads them, and on
+    OPEN_PATHS: probes and browsers put numbers there against caches.
+    """
+    path = request.scope["path"]
+    is_list = request.method == "GET" and path in ("/v1/files", "/v1/batches")
+    for name in () if is_list or path in OPEN_PATHS else request.query_params:
+        raise InvalidRequest(name, "is not a parameter of this endpoint")
+
+
 async def chat_job(
     front: Front, settings: ServerConfig, record: Record, body: schema.ChatRequest
 ) -> CompletionJob:
     """A chat request, with its prompt. Raises: InvalidRequest, EngineDead."""
+    record.names = body.field_names
     params = body.sampling()
     prompt, params, message, until = await prepare_chat(front.engine(), settings, body, params)
     reply = answers.ChatCompletion(

@@ -34,7 +34,7 @@ def guard(
 ) -> ASGIApp:
     """`app` behind its guards; with `cors_origins`, open to web pages of these origins."""
     app = RequestId(KeyCheck(SizeLimits(app, max_body_bytes), api_keys))
-    app = Counted(app, on_response)
+    app = Head(Counted(app, on_response))
     if not cors_origins:
         return app
     return CORSMiddleware(
@@ -44,6 +44,23 @@ def guard(
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after"],
     )
+
+
+class Head:
+    """Answers HEAD as GET, without the body."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def bare(message: Message) -> None:
+            await send({**message, "body": b""} if "body" in message else message)
+
+        await self._app({**scope, "method": "GET"}, receive, bare)
 
 
 class Counted:

@@ -17,6 +17,7 @@ from jaxserve.types import (
     MAX_LOGPROBS,
     ContextExceeded,
     EngineInfo,
+    Grammar,
     InvalidRequest,
     SamplingParams,
     TokenSampling,
@@ -51,8 +52,8 @@ def resolve_sampling(
     for field in ("max_tokens", "min_tokens"):
         value = getattr(params, field)
         if value is not None and value > room:
-            needed = f"{value + num_prompt_tokens} with the prompt's {num_prompt_tokens}"
-            raise ContextExceeded(field, f"is {value}, {needed}; {limit}")
+            beside = f"allowed beside the prompt's {num_prompt_tokens} tokens: up to {room}"
+            raise ContextExceeded(field, f"is {value}; {beside}; {limit}")
     if params.prompt_logprobs_start >= num_prompt_tokens:
         raise InvalidRequest(
             "prompt_logprobs_start",
@@ -159,8 +160,10 @@ def check_search(params: SamplingParams, num_ends: int) -> None:
         "token_ids_logprob": ((),), "logprobs_mode": ("raw_logprobs",),
     }  # fmt: skip
     for field, values in neutral.items():
-        if getattr(params, field) not in values:
-            raise InvalidRequest(field, "can't be given with use_beam_search")
+        value = getattr(params, field)
+        if value not in values:
+            name = value.field if isinstance(value, Grammar) else field
+            raise InvalidRequest(name, "can't be given with use_beam_search")
     if params.logprobs == ALL_LOGPROBS:
         raise InvalidRequest("logprobs", "of the whole vocabulary aren't had with use_beam_search")
     beams = params.best_of or params.n
@@ -182,7 +185,7 @@ def check_options(request_id: Any, priority: Any, cache_salt: Any, policy: str) 
         raise InvalidRequest("priority", f"is {priority!r}; allowed: a 32-bit integer")
     if priority and policy != "priority":
         raise InvalidRequest(
-            "priority", f"is {priority}; allowed: 0, since the server's policy is {policy!r}"
+            "priority", f"is {priority}; allowed: 0, since the engine runs with --policy {policy}"
         )
 
 

@@ -3,7 +3,6 @@
 Imports no jax.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -29,6 +28,7 @@ from jaxserve.types import (
     InvalidRequest,
     LogprobsMode,
     SamplingParams,
+    parse_json,
 )
 
 COMPLETION_MAX_TOKENS = 16
@@ -401,18 +401,33 @@ class ChatMessage(Body):
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [
-                template_call(call, f"{where}.tool_calls[{i}]")
+                template_call(call, f"{where}.tool_calls[{i}].function.arguments")
                 for i, call in enumerate(self.tool_calls)
             ]
         return message
 
 
-def template_call(call: ToolCall, where: str) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what templates write as JSON."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        raise InvalidRequest(f"{where}.function.arguments", "is not JSON") from None
+class CallIds:
+    """The calls of a conversation, which its tools' messages answer."""
+
+    def __init__(self):
+        self._ids: set[str | None] = set()
+
+    def take(self, message: dict[str, Any], field: str) -> None:
+        """The next message, as chat templates expect it. Raises: InvalidRequest naming `field` for
+        an answer to no call; where a call has no id, any may be its answer.
+        """
+        self._ids |= {call["id"] for call in message.get("tool_calls", ())}
+        answered = message.get("tool_call_id")
+        if answered is not None and not {answered, None} & self._ids:
+            raise InvalidRequest(field, f"is {answered[:60]!r}, the id of no call before it")
+
+
+def template_call(call: ToolCall, field: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what templates write as JSON; `field` names
+    them in errors.
+    """
+    arguments = parse_json(call.function.arguments or "{}", field)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -472,19 +487,25 @@ class ChatRequest(SamplingBody):
                 "top_logprobs",
                 f"is {self.top_logprobs}; allowed: 0 to {most}, or {ALL_LOGPROBS} for all",
             )
-        try:
-            logprobs = (self.top_logprobs or 0) if self.logprobs else None
-            return self._sampling(max_tokens, logprobs, self.prompt_logprobs)
-        except InvalidRequest as error:
-            if error.field == "max_tokens" and self.max_tokens is None:
-                raise InvalidRequest("max_completion_tokens", error.message) from None
-            raise
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling(max_tokens, logprobs, self.prompt_logprobs)
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """What this body calls fields that go by another name inside."""
+        is_newer = self.max_tokens is None and self.max_completion_tokens is not None
+        newer = {"max_tokens": "max_completion_tokens"} if is_newer else {}
+        return {"prompt": "messages", **newer}
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Raises: InvalidRequest naming the message that is wrong."""
-        return [
+        messages = [
             message.template_message(f"messages[{i}]") for i, message in enumerate(self.messages)
         ]
+        calls = CallIds()
+        for i, message in enumerate(messages):
+            calls.take(message, f"messages[{i}].tool_call_id")
+        return messages
 
     def template_variables(self) -> dict[str, Any]:
         """Raises: InvalidRequest for one that is not the client's to set."""

@@ -9,7 +9,7 @@ from typing import Any
 import fastapi
 import pydantic.json_schema
 
-from jaxserve.entry import batches, embeddings, responses, sglang
+from jaxserve.entry import batches, embeddings, responses_schema, sglang
 from jaxserve.entry import openai_schema as schema
 from jaxserve.entry.front import Front
 from jaxserve.types import MAX_STOP_STRINGS, RANGES
@@ -20,7 +20,7 @@ BODIES = (
     schema.TokenizeRequest,
     schema.DetokenizeRequest,
     embeddings.EmbeddingRequest,
-    responses.ResponsesRequest,
+    responses_schema.ResponsesRequest,
     batches.BatchRequest,
     *sglang.BODIES,
 )

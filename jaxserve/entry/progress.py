@@ -15,8 +15,10 @@ LINE_INTERVAL_S = 5.0
 class StartupDisplay:
     """Shows Progress messages while it is entered."""
 
-    def __init__(self, out: TextIO):
+    def __init__(self, out: TextIO, quiet_s: float = 0.0):
+        """`quiet_s`: where there is no terminal, a start says nothing unless it takes longer."""
         self._out = out
+        self._quiet_until_s = time.monotonic() + quiet_s
         self._bars: rich.progress.Progress | None = None
         self._tasks: dict[str, rich.progress.TaskID] = {}
         self._told_s: dict[str, float] = {}
@@ -47,6 +49,8 @@ class StartupDisplay:
         bars.update(task, completed=message.done, total=message.total, description=message.text)
 
     def _show_line(self, message: Progress) -> None:
+        if time.monotonic() < self._quiet_until_s:
+            return
         count = ""
         if message.total:
             now_s = time.monotonic()

@@ -9,228 +9,38 @@ import collections
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import fastapi
 from fastapi import Request, Response
-from pydantic import FailFast, Field
 
 from jaxserve.config import ServerConfig
-from jaxserve.entry import openai_schema as schema
-from jaxserve.entry.body_fields import Body, Stop, only, sampling_params
 from jaxserve.entry.chat_format import ChatFormat, Message
 from jaxserve.entry.client import Until
 from jaxserve.entry.failures import ABORTED, Failure, HttpFailure
 from jaxserve.entry.front import Front, Record
-from jaxserve.entry.http_io import answer, begin, encode, json_response, read, takes
+from jaxserve.entry.http_io import (
+    CLIENT_GONE,
+    answer,
+    begin,
+    encode,
+    failure_response,
+    json_response,
+    read,
+    request_id_header,
+    takes,
+)
 from jaxserve.entry.parsers.parser import CallArguments, CallStart, Content, Event, Reasoning
-from jaxserve.types import Grammar, InvalidRequest, SamplingParams, Usage
+from jaxserve.entry.responses_schema import (
+    FIELD_NAMES,
+    FlatChoice,
+    InputItem,
+    ResponsesRequest,
+    merge_assistant,
+)
+from jaxserve.types import InvalidRequest, SamplingParams, Usage
 
 MAX_STORED = 1000
-
-
-class InputText(Body):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-    logprobs: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-
-
-type InputTexts = Annotated[list[InputText], FailFast()]
-
-
-class InputItem(Body):
-    """A message, a tool call, a tool's answer or a piece of thinking, by its `type`."""
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | InputTexts | None = None
-    id: str | None = None
-    status: str | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | None = None
-    summary: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-
-
-type InputItems = Annotated[list[InputItem], FailFast()]
-
-
-class FlatTool(Body):
-    """A function, with its fields beside its type."""
-
-    type: Literal["function"]
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-type FlatTools = Annotated[list[FlatTool], FailFast()]
-
-
-class FlatChoice(Body):
-    type: Literal["function"]
-    name: str
-
-
-class TextFormat(Body):
-    """As response_format elsewhere, with a schema's fields beside its type."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="A schema is kept to whether strict or not.")
-
-
-class Text(Body):
-    format: TextFormat | None = None
-    verbosity: only("medium") = None  # pyright: ignore[reportInvalidTypeForm]
-
-
-class ResponsesRequest(Body):
-    """The body of /v1/responses."""
-
-    input: str | InputItems
-    model: str | None = None
-    instructions: str | None = Field(None, description="A system message before the input.")
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    tools: FlatTools | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
-    parallel_tool_calls: bool | None = None
-    previous_response_id: str | None = Field(None, description="The conversation to go on with.")
-    store: bool | None = Field(None, description="Keep the answer; true when not given.")
-    background: bool | None = Field(None, description="Answer at once; the work goes on.")
-    stream: bool | None = None
-    metadata: dict[str, str] | None = Field(None, description="Given back with the answer.")
-    user: str | None = None
-    # Extensions.
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: Stop = ()
-    include: only([]) = None  # pyright: ignore[reportInvalidTypeForm]
-    text: Text | None = Field(None, description="What the answer's text must look like.")
-    reasoning: only({}) = None  # pyright: ignore[reportInvalidTypeForm]
-    truncation: only("disabled") = None  # pyright: ignore[reportInvalidTypeForm]
-    top_logprobs: only(0) = None  # pyright: ignore[reportInvalidTypeForm]
-    max_tool_calls: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    prompt: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    conversation: only() = None  # pyright: ignore[reportInvalidTypeForm]
-    service_tier: only("auto", "default") = None  # pyright: ignore[reportInvalidTypeForm]
-    safety_identifier: str | None = Field(None, description="Accepted; has no effect.")
-    prompt_cache_key: str | None = Field(
-        None, description="Accepted; every prefix is cached without it."
-    )
-
-    def sampling(self) -> SamplingParams:
-        """Raises: InvalidRequest naming the field."""
-        fields = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
-        try:
-            return sampling_params(
-                max_tokens=self.max_output_tokens,
-                grammar=self.grammar(),
-                **{name: getattr(self, name) for name in fields},
-            )
-        except InvalidRequest as error:
-            if error.field == "max_tokens":
-                raise InvalidRequest("max_output_tokens", error.message) from None
-            raise
-
-    def grammar(self) -> Grammar | None:
-        """Of `text.format`. Raises: InvalidRequest."""
-        wanted = self.text and self.text.format
-        if wanted is None:
-            return None
-        if wanted.type == "json_schema":
-            if wanted.schema_ is None:
-                raise InvalidRequest("text.format.schema", "is not given; allowed: a JSON schema")
-            return Grammar.json_schema(wanted.schema_, "text.format.schema")
-        for name, value in wanted:
-            if name != "type" and value is not None:
-                field = f"text.format.{name.rstrip('_')}"
-                raise InvalidRequest(field, "is for type json_schema only")
-        return Grammar.json_object("text.format") if wanted.type == "json_object" else None
-
-    def chat_tools(self) -> list[dict[str, Any]]:
-        """The tools as /v1/chat/completions has them. Raises: InvalidRequest."""
-        names = [tool.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise InvalidRequest("tools", "has two functions of one name")
-        return [
-            {
-                "type": "function",
-                "function": {k: v for k, v in tool if k != "type" and v is not None},
-            }
-            for tool in self.tools or ()
-        ]
-
-    def chosen_tool(self) -> Any:
-        """As `ChatRequest.chosen_tool`. Raises: InvalidRequest."""
-        choice, names = self.tool_choice, {tool.name for tool in self.tools or ()}
-        if isinstance(choice, FlatChoice):
-            if choice.name not in names:
-                raise InvalidRequest("tool_choice", f"names {choice.name!r}, none of the tools")
-            return (choice.name,)
-        if choice == "required" and not names:
-            raise InvalidRequest("tool_choice", "is 'required', and there are no tools")
-        return choice or "auto"
-
-    def messages(self) -> list[dict[str, Any]]:
-        """What `input` adds to the conversation, for the chat template. Raises: InvalidRequest."""
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        return merge_assistant([_message(item, f"input[{i}]") for i, item in enumerate(self.input)])
-
-
-def _message(item: InputItem, where: str) -> dict[str, Any]:
-    def need(name: str) -> str:
-        value = getattr(item, name)
-        if value is None:
-            raise InvalidRequest(f"{where}.{name}", f"is missing in a {item.type}")
-        return value
-
-    content = item.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    match item.type:
-        case "message":
-            role = need("role")
-            if content is None:
-                need("content")
-            return {"role": "system" if role == "developer" else role, "content": content}
-        case "function_call":
-            function = schema.FunctionCall(name=need("name"), arguments=need("arguments"))
-            call = schema.ToolCall(id=need("call_id"), function=function)
-            return {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [schema.template_call(call, where)],
-            }
-        case "function_call_output":
-            return {"role": "tool", "content": need("output"), "tool_call_id": need("call_id")}
-        case "reasoning":
-            return {"role": "assistant", "content": "", "reasoning_content": content or ""}
-
-
-def merge_assistant(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Thinking, text and calls of one turn are items of their own here, one message there."""
-    merged: list[dict[str, Any]] = []
-    for message in messages:
-        before = merged[-1] if merged else None
-        if before is None or (before["role"], message["role"]) != ("assistant", "assistant"):
-            merged.append(message)
-            continue
-        joined = {**before, **message, "content": before["content"] + message["content"]}
-        calls = [*before.get("tool_calls", ()), *message.get("tool_calls", ())]
-        if calls:
-            joined["tool_calls"] = calls
-        merged[-1] = joined
-    return merged
 
 
 class Stored:
@@ -282,6 +92,8 @@ class Items:
         self._message = message
         self.output: list[dict[str, Any]] = []
         self._open: str | None = None
+        self._call = 0
+        """The latest call's number."""
 
     @property
     def is_thinking(self) -> bool:
@@ -316,6 +128,7 @@ class Items:
                 item = {"id": _id("rs"), "type": kind, "summary": [], "content": []}
             case _:
                 assert isinstance(event, CallStart)
+                self._call = event.index
                 call = self._message.calls[event.index]
                 item = {"id": _id("fc"), "type": kind, "call_id": call["id"]}
                 item |= {"name": event.name, "arguments": ""}
@@ -355,7 +168,8 @@ class Items:
         if self._open is None:
             return []
         item, place, kind = self.output[-1], self._place(), self._open
-        item["status"] = status
+        is_cut = kind == "function_call" and not self._message.is_whole(self._call)
+        item["status"] = "incomplete" if is_cut else status
         self._open = None
         if kind == "function_call":
             arguments = item["arguments"]
@@ -465,7 +279,7 @@ class ResponseJob:
         for item in self._items.output:
             # A call that was cut short, or is no JSON, is nothing that a template could write.
             with contextlib.suppress(InvalidRequest):
-                answered.append(_message(InputItem(**_as_input(item)), "output"))
+                answered.append(InputItem(**_as_input(item)).template_message("output"))
         stored.conversation = merge_assistant([*stored.conversation, *answered])
 
     def fail(self, failure: Failure) -> None:
@@ -517,7 +331,7 @@ def _format(request: ResponsesRequest) -> dict[str, Any]:
 def _new_body(request: ResponsesRequest, model: str, record: Record) -> dict[str, Any]:
     choice = request.tool_choice
     return {
-        "id": record.request_id.replace("-", "_"),
+        "id": record.request_id,
         "object": "response",
         "created_at": record.created,
         "status": "in_progress",
@@ -550,6 +364,7 @@ def add_routes(app: fastapi.FastAPI, front: Front, settings: ServerConfig) -> No
     background: set[asyncio.Task[None]] = set()
 
     async def make_job(record: Record, body: ResponsesRequest) -> ResponseJob:
+        record.names = FIELD_NAMES
         front.check_model(body.model)
         if body.background and (body.stream or body.store is False):
             other = "stream true" if body.stream else "store false"
@@ -559,12 +374,13 @@ def add_routes(app: fastapi.FastAPI, front: Front, settings: ServerConfig) -> No
         tools, choice = body.chat_tools(), body.chosen_tool()
         form = ChatFormat(engine, settings, tools, choice, has_one_call=has_one_call)
         params = form.adjust(body.sampling())
-        conversation = body.messages()
+        before: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
-            before = store.get(body.previous_response_id)
-            if before.body["status"] not in ("completed", "incomplete"):
+            stored = store.get(body.previous_response_id)
+            if stored.body["status"] not in ("completed", "incomplete"):
                 raise InvalidRequest("previous_response_id", "names a response that isn't complete")
-            conversation = merge_assistant([*before.conversation, *conversation])
+            before = stored.conversation
+        conversation = body.continued(before, engine.tokenizer.chat_template)
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         prompt = await engine.chat_prompt([*system, *conversation], **form.template)
         message = Message(form.parsers(prompt)(), form.id_of_call, has_one_call=has_one_call)
@@ -576,21 +392,23 @@ def add_routes(app: fastapi.FastAPI, front: Front, settings: ServerConfig) -> No
     @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
     async def create(request: Request) -> Response:
         body = await read(request, ResponsesRequest)
-        record = begin(front, request, "resp")
+        record = begin(front, request, "resp", _id("resp"))
         if body.background:
             return await in_background(record, body)
         return await answer(request, record, lambda: make_job(record, body))
 
     async def in_background(record: Record, body: ResponsesRequest) -> Response:
+        begun = False
         try:
             job = await make_job(record, body)
             await job.open()
-        except BaseException as error:
-            if isinstance(error, Exception):
-                record.fail(error)
-            await record.close()
-            record.end("499")
-            raise
+            begun = True
+        except Exception as error:  # answered; `fail` logs faults of ours
+            return failure_response(record.fail(error), request_id_header(record))
+        finally:
+            if not begun:
+                await record.close()
+                record.end(CLIENT_GONE)  # cancelled, or it has ended already
 
         async def finish() -> None:
             try:
@@ -600,18 +418,16 @@ def add_routes(app: fastapi.FastAPI, front: Front, settings: ServerConfig) -> No
                 job.fail(record.fail(error))
             finally:
                 await record.close()
-                record.end("499")
+                record.end(CLIENT_GONE)
 
         task = asyncio.ensure_future(finish())
         background.add(task)
         task.add_done_callback(background.discard)
         job.stored.task = task
-        return json_response(job.stored.body)
+        return json_response(job.stored.body, headers=request_id_header(record))
 
     @app.get("/v1/responses/{name}")
-    async def retrieve(name: str, request: Request) -> Response:
-        for parameter in request.query_params:
-            raise InvalidRequest(parameter, "is not a parameter of this endpoint")
+    async def retrieve(name: str) -> Response:
         return json_response(store.get(name).body)
 
     @app.post("/v1/responses/{name}/cancel")

@@ -107,7 +107,7 @@ class SglangSampling(Body):
     custom_params: only({}) = None  # pyright: ignore[reportInvalidTypeForm]
 
     def params(self, **logprobs: Any) -> SamplingParams:
-        """Raises: InvalidRequest, naming the field as SGLang does."""
+        """Raises: InvalidRequest, naming the field as SamplingParams does."""
         same = (
             "temperature", "top_p", "top_k", "min_p", "stop", "stop_regex", "n", "ignore_eos",
             "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
@@ -115,22 +115,11 @@ class SglangSampling(Body):
         )  # fmt: skip
         fields = {name: name for name in same} | NAMES
         given = {ours: getattr(self, name) for ours, name in fields.items()}
-        try:
-            return sampling_params(
-                **given | logprobs,
-                stop_token_ids=tuple(self.stop_token_ids or ()),
-                grammar=grammar_of({name: getattr(self, name) for name in SGLANG_PARAMETERS}),
-            )
-        except InvalidRequest as error:
-            raise renamed(error) from None
-
-
-def renamed(error: InvalidRequest) -> InvalidRequest:
-    """The same with SGLang's name of the field."""
-    name = {**NAMES, **LOGPROB_NAMES}.get(error.field, error.field)
-    if name in SglangSampling.model_fields:
-        name = f"sampling_params.{name}"
-    return type(error)(name, error.message)
+        return sampling_params(
+            **given | logprobs,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            grammar=grammar_of({name: getattr(self, name) for name in SGLANG_PARAMETERS}),
+        )
 
 
 class GenerateRequest(Body):
@@ -166,6 +155,20 @@ class GenerateRequest(Body):
         return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], list | str)
 
     @property
+    def prompt_field(self) -> str:
+        return "text" if self.text is not None else "input_ids"
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """What this body calls fields that go by another name inside."""
+        own = {name: name for name in SglangSampling.model_fields} | NAMES
+        return {
+            **{ours: f"sampling_params.{theirs}" for ours, theirs in own.items()},
+            **LOGPROB_NAMES,
+            "prompt": self.prompt_field,
+        }
+
+    @property
     def scores_prompt(self) -> bool:
         return self.logprob_start_len is not None and self.logprob_start_len >= 0
 
@@ -173,7 +176,7 @@ class GenerateRequest(Body):
         """Raises: InvalidRequest."""
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequest("text", "allowed: one of text and input_ids")
-        name = "text" if self.text is not None else "input_ids"
+        name = self.prompt_field
         given = getattr(self, name)
         if name == "input_ids" and isinstance(given, str):
             raise InvalidRequest(name, "allowed: token ids, or a list of such lists")
@@ -299,10 +302,7 @@ class GenerateJob:
     async def open(self) -> None:
         for prompt, params in zip(self._prompts, self._params, strict=True):
             priority = self._body.priority or 0
-            try:
-                await self.record.open(prompt, params, DEFAULT_MAX_NEW_TOKENS, priority)
-            except InvalidRequest as error:
-                raise renamed(error) from None
+            await self.record.open(prompt, params, DEFAULT_MAX_NEW_TOKENS, priority)
 
     async def whole(self) -> Any:
         await self.open()
@@ -458,14 +458,19 @@ def add_routes(app: fastapi.FastAPI, front: Front) -> None:
         body = await read(request, GenerateRequest)
         if body.rid is not None and not REQUEST_ID.fullmatch(body.rid):
             raise InvalidRequest("rid", "allowed: 1 to 128 letters, digits and punctuation")
-        record = begin(front, request, "gen", body.rid)
+        try:
+            record = begin(front, request, "gen", body.rid)
+        except InvalidRequest as error:
+            raise InvalidRequest("rid", error.message) from None
+        record.names = body.field_names
 
         async def prepare() -> GenerateJob:
             prompts = body.prompts()
             params = body.all_params(len(prompts))
             most, count = front.engine().max_in_flight, len(prompts) * params[0].n
             if len(prompts) > 1 and count > most:
-                raise InvalidRequest("text", f"asks for {count} answers in all; allowed: {most}")
+                asked = f"asks for {count} answers in all; allowed: {most}"
+                raise InvalidRequest(body.prompt_field, asked)
             tokenizer = front.engine().model.tokenizer
             text = tokenizer.token_text if tokenizer is not None else lambda _: ""
             return GenerateJob(record, body, prompts, params, text)

@@ -163,6 +163,7 @@ class Runner:
         left = usable_bytes - self._weight_bytes - self._slot_bytes
         reserve = left // 8
         workers = min(16, max(4, os.cpu_count() or 4))
+        progress(str(steps[0]), 0, len(steps) + len(rest))
         with self.programs.open(), concurrent.futures.ThreadPoolExecutor(workers) as threads:
             try:
                 while True:

@@ -20,6 +20,7 @@ from jaxserve.types import (
     RequestFailed,
     SamplingParams,
     Usage,
+    to_json,
 )
 
 GRAMMARS = {
@@ -129,7 +130,7 @@ class RuntimeEndpoint(Backend):
         """The answer's body; waits where the server is full. Raises: as `generate`."""
         while True:
             try:
-                response = await self._http.request(method, path, json=body)
+                response = await self._http.request(method, path, **_content(body))
             except httpx.HTTPError as error:
                 raise EngineDead(f"{self._http.base_url}: {error!r}") from error
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
@@ -142,7 +143,7 @@ class RuntimeEndpoint(Backend):
         """The events of a streamed answer. Raises: as `generate`."""
         try:
             while True:
-                async with self._http.stream("POST", path, json=body) as response:
+                async with self._http.stream("POST", path, **_content(body)) as response:
                     if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
                         await _pause(response)
                         continue
@@ -160,6 +161,14 @@ class RuntimeEndpoint(Backend):
                     return
         except httpx.HTTPError as error:
             raise EngineDead(f"{self._http.base_url}: {error!r}") from error
+
+
+def _content(body: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What httpx sends of a body of JSON. Raises: InvalidRequest for text that is no Unicode."""
+    if body is None:
+        return {}
+    headers = {"content-type": "application/json"}
+    return {"content": to_json(body, "prompt").encode(), "headers": headers}
 
 
 async def _pause(response: httpx.Response) -> None:

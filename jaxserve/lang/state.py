@@ -35,8 +35,8 @@ class Execution:
         self.error: BaseException | None = None
         """That ended it."""
         self._variables: list[Variable] = []
-        self._told: set[int] = set()
-        """Ids of errors that the program has had."""
+        self._told: list[Exception] = []
+        """Errors that the program has had."""
         self._is_cancelled = False
 
     def append(
@@ -50,7 +50,9 @@ class Execution:
         grown = transcript.add(variable)
         with self.news:
             if self._is_cancelled:
-                raise ProgramCancelled("the program was cancelled")
+                error = ProgramCancelled("the program was cancelled")
+                self._tell(error)
+                raise error
             variable.start(self._backend.loop.submit(self._evaluate(transcript, variable)))
             self._variables.append(variable)
         return variable, grown
@@ -70,8 +72,29 @@ class Execution:
         try:
             return variable.result()
         except Exception as error:  # raised again; noted that the program has had it
-            self._told.add(id(error))
+            self._tell(error)
             raise
+
+    def pieces(self, variable: Variable) -> Iterator[str]:
+        """Its text as it comes. Raises: as `result`."""
+        try:
+            yield from variable.pieces()
+        except Exception as error:  # as above
+            self._tell(error)
+            raise
+
+    def _tell(self, error: Exception) -> None:
+        """Notes an error that is raised to whoever reads; where others than the program may, only
+        what its own thread is told counts.
+        """
+        if not self._streams or threading.current_thread() is self.thread:
+            self._told.append(error)
+
+    def _was_told(self, error: Exception) -> bool:
+        """Whether the program has had the error; all cancellations are one."""
+        if isinstance(error, ProgramCancelled):
+            return any(isinstance(one, ProgramCancelled) for one in self._told)
+        return any(one is error for one in self._told)
 
     def text(self, transcript: Transcript) -> str:
         if transcript.last_variable is not None:
@@ -84,7 +107,7 @@ class Execution:
             try:
                 variable.result()
             except Exception as error:  # raised again, unless the program has had it
-                if id(error) not in self._told:
+                if not self._was_told(error):
                     raise
 
     def end(self, error: BaseException | None) -> None:
@@ -106,7 +129,8 @@ class Execution:
     @property
     def num_tokens(self) -> int:
         """That it generated; once it has finished."""
-        metas = [v.future.result().meta for v in self._variables if not v.future.exception()]
+        futures = [v.future for v in self._variables if not v.future.cancelled()]
+        metas = [future.result().meta for future in futures if not future.exception()]
         return sum(meta.get("completion_tokens", 0) for meta in metas)
 
 
@@ -237,7 +261,7 @@ class State:
         found = self._find(name)
         if not isinstance(found, Variable):
             raise ValueError(f"{name!r} is of joined forks; iterate over theirs")
-        return found.pieces()
+        return self._execution.pieces(found)
 
     async def text_async_iter(self, name: str) -> AsyncIterator[str]:
         """As `text_iter`, for asyncio code."""

@@ -25,6 +25,7 @@ def fuzz(url, folder, phases, *options):
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": str(HOOKS)}
     told = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert told.returncode == 0, told.stdout[-5000:] + told.stderr[-2000:]
+    print(told.stdout[-1500:])  # its counts, with -s
     with urllib.request.urlopen(f"{url}/health_generate", timeout=SECONDS) as answer:
         assert answer.status == 200
     return int(re.search(r"(\d+) generated", told.stdout)[1])

@@ -156,9 +156,15 @@ async def test_what_cannot_be_is_refused(client, served):
             assert response.status_code == status
 
 
-async def test_without_a_folder_there_are_none():
+async def test_without_a_folder_there_are_none_and_it_is_said_why():
     async with serving() as served, httpx.AsyncClient(base_url=served.url) as http:
-        check_error(await http.get("/v1/files"), 404)
+        for method, path in (
+            ("GET", "/v1/files"), ("POST", "/v1/files"), ("GET", "/v1/files/a/content"),
+            ("DELETE", "/v1/files/a"), ("POST", "/v1/batches"), ("POST", "/v1/batches/a/cancel"),
+        ):  # fmt: skip
+            error = check_error(await http.request(method, path), 404)
+            assert error["code"] == "files_off"
+            assert "--files-dir" in error["message"]
 
 
 async def test_a_fault_inside_fails_the_batch_and_is_logged(client, monkeypatch, caplog):

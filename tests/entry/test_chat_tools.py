@@ -136,6 +136,79 @@ async def test_streamed_deltas_make_the_same():
         assert num_pieces > 20  # as they come
 
 
+@pytest.mark.parametrize(
+    ("change", "reason", "calls"),
+    [
+        ({"stop": ['"days"']}, "stop", ["get_weather"]),
+        ({"stop": ["get_time"]}, "stop", ["get_weather"]),
+        ({"stop": ['{"name": "get_time']}, "stop", ["get_weather"]),
+        ({"stop": ["</tool_call>"]}, "tool_calls", ["get_weather"]),
+        ({"stop": ["}\n</tool_call>"]}, "tool_calls", ["get_weather"]),
+        ({"max_tokens": 80}, "length", ["get_weather"]),
+        ({"max_tokens": 117}, "length", ["get_weather"]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cuts_a_call_off_is_told(change, reason, calls, stream):
+    async with talking() as (served, client):
+        chat = {**CHAT, **change}
+        if stream:
+            async with client.chat.completions.stream(**chat) as events:
+                try:
+                    answer = await events.get_final_completion()
+                except openai.LengthFinishReasonError as error:
+                    answer = error.completion
+        else:
+            answer = await client.chat.completions.create(**chat)
+        [choice] = answer.choices
+        assert choice.finish_reason == reason
+        assert [call.function.name for call in choice.message.tool_calls] == calls
+        named: Any = {"type": "function", "function": {"name": "get_weather"}}
+        if "stop" in change:  # a call that a grammar has brought about
+            served.engine.reply_ids = byte_tokenizer().encode('{"days": 1}', False)
+            answer = await client.chat.completions.create(
+                **CHAT, tool_choice=named, stop=['"days"', "}"][reason == "tool_calls"]
+            )
+            assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_a_call_cut_off_is_an_incomplete_item():
+    tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    async with talking() as (served, _), httpx.AsyncClient(base_url=served.url) as http:
+
+        async def items(**fields: Any) -> list[tuple[str, str]]:
+            body = {"input": "Weather?", "tools": tools, **fields}
+            answer = (await http.post("/v1/responses", json=body)).json()
+            return [(item["type"], item["status"]) for item in answer["output"]]
+
+        message, call = ("message", "completed"), ("function_call", "completed")
+        cut = ("function_call", "incomplete")
+        assert await items(stop='"days"') == [message, cut]
+        assert await items(stop="</tool_call>") == [message, call]
+        assert await items(stop='"arguments": {}') == [message, call, cut]
+        assert await items() == [message, call, call]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_the_best_of_some_answers_have_one_call_too(choice):
+    reply, whole = (REPLY, REPLY[: REPLY.index("}}") + 1]) if choice == "auto" else (LIST, LIST)
+    async with talking(reply=reply) as (served, client):
+        chat: Any = {**CHAT, "parallel_tool_calls": False, "tool_choice": choice, "n": 2}
+        answer = await client.chat.completions.create(**chat, extra_body={"best_of": 3})
+        for one in answer.choices:
+            assert one.finish_reason == "tool_calls"
+            assert len(one.message.tool_calls) == 1
+        assert answer.usage.completion_tokens == 3 * len(whole.encode()) + 3 * (choice != "auto")
+        await served.idle()
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(
+                **{**chat, "max_tokens": 5}, temperature=0, extra_body={"use_beam_search": True}
+            )
+        field = "parallel_tool_calls" if choice == "auto" else "tool_choice"
+        assert caught.value.param == field
+        assert "use_beam_search" in caught.value.message
+
+
 async def test_the_clients_own_helpers():
     async with talking() as (served, client):
         tools = [openai.pydantic_function_tool(GetWeather, name="get_weather"), TOOLS[1]]
@@ -296,6 +369,69 @@ async def test_what_cannot_be_is_refused_by_name(change, param):
         assert response.status_code == 400
         assert response.json()["error"]["param"].startswith(param)
         assert served.engine.requests == []
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+HISTORY: Any = [
+    USER,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": "noon"},
+]
+PLAIN = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+TEMPLATES = [
+    # (template, what of the history it has no place for)
+    (PLAIN, "messages[1].tool_calls"),
+    (PLAIN + "{{ tools }}", "messages[1].tool_calls"),
+    (PLAIN + "{{ messages[1].tool_calls }}", None),
+]
+
+
+@pytest.mark.parametrize(("template", "param"), TEMPLATES)
+async def test_a_history_of_calls_needs_a_place_in_the_template(template, param):
+    async with talking(template=template) as (served, _), httpx.AsyncClient() as http:
+
+        async def check(path: str, body: Any, param: str | None) -> None:
+            answer = await http.post(f"{served.url}/v1/{path}", json=body)
+            if param is None:
+                assert answer.status_code == 200
+            else:
+                assert check_error(answer, 400, param)["code"] == "unsupported_parameter"
+
+        await check("chat/completions", {"messages": HISTORY, "max_tokens": 5}, param)
+        items: list[Any] = [
+            USER,
+            {"type": "function_call", "call_id": "c", "name": "get_time", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "noon"},
+        ]
+        body = {"input": items, "max_output_tokens": 5}
+        await check("responses", body, param and "input[1].type")
+        assert len(served.engine.requests) == (0 if param else 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tool_call_id": "d"}, "messages[2].tool_call_id"),
+        ({"tool_call_id": "c"}, None),
+        ({"role": "user", "tool_call_id": None}, None),
+    ],
+)
+@pytest.mark.parametrize("has_ids", [True, False])
+async def test_answers_are_those_of_calls_before_them(change, param, has_ids):
+    history = json.loads(json.dumps(HISTORY))
+    history[2] |= change
+    if not has_ids:
+        del history[1]["tool_calls"][0]["id"]
+        param = None  # any may be the call's
+    async with talking() as (served, _), httpx.AsyncClient(base_url=served.url) as http:
+        answer = await http.post("/v1/chat/completions", json={**CHAT, "messages": history})
+        if param is None:
+            assert answer.status_code == 200
+        else:
+            check_error(answer, 400, param)
+        history[1:] = history[:0:-1]  # before their call, answers answer nothing
+        answer = await http.post("/v1/chat/completions", json={**CHAT, "messages": history})
+        assert answer.status_code == (400 if "role" not in change else 200)
 
 
 async def test_tools_need_a_format_and_a_place_in_the_template():

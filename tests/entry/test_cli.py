@@ -12,8 +12,9 @@ import pytest
 from server_fakes import REPLY, FakeEngine, byte_tokenizer, fake_info
 
 from jaxserve.config import EngineConfig, MeshConfig, ServerConfig
-from jaxserve.entry import cli, llm
+from jaxserve.entry import cli, llm, progress
 from jaxserve.entry.client import TextModel
+from jaxserve.messages import Progress
 from jaxserve.types import CheckpointError, EngineDead, SamplingParams
 
 
@@ -118,6 +119,20 @@ def test_flags_left_out_take_the_defaults(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serve, "serve", lambda *configs: seen.extend(configs) or 7)
     assert run("serve", "m").exit_code == 7
     assert seen == [EngineConfig(model="m"), ServerConfig()]
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_start_that_takes_long_is_told_on_standard_error(monkeypatch, capsys, is_long):
+    def start(config: EngineConfig, process: str, on_progress: Any) -> str:
+        on_progress(Progress("compile", "decode 8", 1, 2))
+        return "started"
+
+    monkeypatch.setattr(llm, "LLM", start)
+    if is_long:
+        monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.0)
+    assert cli.start_llm(EngineConfig(model="m")) == "started"
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "compile   1/2 decode 8\n" if is_long else "")
 
 
 # ---- generate

@@ -184,6 +184,29 @@ async def test_chat_goes_through_the_template(fake_engine, byte_level):
     assert "".join(map(str, deltas)) == engine.answer
 
 
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("message", "template", "field"),
+    [
+        ({"role": "assistant", "content": "", "tool_calls": CALLS}, {}, "messages[1].tool_calls"),
+        ({"role": "tool", "content": "noon"}, {}, "messages[1].role"),
+        ({"role": "user", "content": "a"}, {"tools": CALLS}, "tools"),
+    ],
+)
+async def test_what_the_template_has_no_place_for_is_refused(
+    fake_engine, byte_level, message, template, field
+):
+    engine = fake_engine(byte_level)
+    async with connected(engine) as client:
+        conversation = [{"role": "user", "content": "When?"}, message]
+        with pytest.raises(InvalidRequest, match="chat template has no 'tool") as caught:
+            await client.chat([conversation], template=template)
+        assert caught.value.field == field
+    assert engine.requests == []
+
+
 async def test_chat_template_brings_no_second_bos(fake_engine, sentencepiece):
     from jaxserve.entry.chat_template import ChatTemplate
 
@@ -374,6 +397,17 @@ async def test_abort_ends_with_the_text_so_far(fake_engine, byte_level):
         assert not await client.abort("mine")
         assert not await client.abort("never was")
         await eventually(lambda: engine.aborted == ["mine"])
+
+
+async def test_ids_of_choices_are_nobodys_requests(fake_engine, byte_level):
+    engine = fake_engine(byte_level, hold=True)
+    async with connected(engine) as client:
+        streams = [
+            await client.open("a", SamplingParams(n=n), request_id=name)
+            for name, n in (("foo", 2), ("foo#0", 1), ("foo-1", 1), ("foo-1#1", 2))
+        ]
+        for stream in streams:
+            await stream.aclose()
 
 
 async def test_same_request_id_twice_is_refused(fake_engine, byte_level):

@@ -45,7 +45,7 @@ async def test_forms():
             ({"encoding_format": "hex"}, "encoding_format"),
             ({"input": []}, "input"),
             ({"input": ["a"] * 13}, "input"),
-            ({"input": "a" * 300}, "prompt"),
+            ({"input": "a" * 300}, "input"),
             ({"max_tokens": 3}, "max_tokens"),
         ):
             check_error(await ask(**fields), 400, param)
@@ -55,4 +55,5 @@ async def test_forms():
 
 async def test_without_the_engines_support_it_is_refused():
     async with serving_http() as (_, http):
-        check_error(await http.post("/v1/embeddings", json={"input": "a"}), 400, "input")
+        error = check_error(await http.post("/v1/embeddings", json={"input": "a"}), 400, "input")
+        assert "--embeddings" in error["message"]

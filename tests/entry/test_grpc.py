@@ -206,6 +206,35 @@ async def test_bad_requests(shared, request_: Any, code: str, words: str):
     assert served.engine.requests == []
 
 
+LARGE = {
+    # field: (what it is, what is said)
+    "top_k": (2**62, "allowed: -1 to 2147483647"),
+    "min_tokens": (2**62, "allowed: 0 to 2147483647"),
+    "max_tokens": (2**62, "allowed beside the prompt's 1 tokens: up to 255;"),
+    "no_repeat_ngram_size": (2**62, "allowed: 0 to 2147483647"),
+    "truncate_prompt_tokens": (2**62, "allowed: -1, or 1 to 2147483647"),
+    "stream_interval": (2**62, "allowed: 1 to 2147483647"),
+    "prompt_logprobs_start": (2**62, "allowed: 0 to 2147483647"),
+    "n": (2**31 - 1, "allowed: 1 to 128"),
+    "best_of": (2**31 - 1, "allowed: n (1) to 128"),
+    "logprobs": (2**31 - 1, "allowed: 0 to 20, or -1 for all"),
+    "prompt_logprobs": (2**31 - 1, "allowed: 0 to 20, or -1 for all"),
+}
+
+
+async def test_the_limit_of_a_number_over_it_is_told(stub):
+    for field in pb.SamplingParams.DESCRIPTOR.fields:
+        if field.is_repeated or field.name == "seed":  # any 64-bit integer is one
+            continue
+        if field.cpp_type not in (field.CPPTYPE_INT32, field.CPPTYPE_INT64):
+            continue
+        value, words = LARGE[field.name]
+        sampling = pb.SamplingParams(**{field.name: value})
+        error = await refused(stub.Generate(pb.GenerateRequest(text="a", sampling=sampling)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (error.details() or "").startswith(f"{field.name}: is {value}; {words}")
+
+
 async def test_bad_chats(stub):
     for messages in ([], [pb.Message(role="robot", content="a")]):
         error = await refused(stub.Chat(pb.ChatRequest(messages=messages)))

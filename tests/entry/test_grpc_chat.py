@@ -9,7 +9,7 @@ import grpc
 import httpx
 import pytest
 from server_fakes import Served, byte_tokenizer, finish, serving_grpc
-from test_chat_tools import CHAT, REPLY, TEMPLATE, THINKS, TOOLS, ends
+from test_chat_tools import CHAT, REPLY, TEMPLATE, TEMPLATES, THINKS, TOOLS, ends
 
 from jaxserve.entry.proto import jaxserve_pb2 as pb
 
@@ -142,8 +142,41 @@ async def test_thinking_is_apart_from_the_answer():
         assert (hidden.reasoning, hidden.text) == ("", "Rain.")
 
 
+@pytest.mark.parametrize(("template", "param"), TEMPLATES)
+async def test_a_history_of_calls_needs_a_place_in_the_template(template, param):
+    history = [
+        USER,
+        pb.Message(role="assistant", tool_calls=[pb.ToolCall(id="c", name="f", arguments="{}")]),
+        pb.Message(role="tool", tool_call_id="c", content="noon"),
+    ]
+    async with talking(template=template) as (_, stub):
+        call = stub.Chat(chat(messages=history, tools=[]))
+        if param is None:
+            await finish(call)
+            return
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await finish(call)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith(param)
+
+
+async def test_what_cuts_a_call_off_is_told():
+    async with talking() as (_, stub):
+        for stop, reason in (
+            ('"days"', pb.FINISH_REASON_STOP),
+            ("</tool_call>", pb.FINISH_REASON_TOOL_CALLS),
+        ):
+            sampling = pb.SamplingParams(max_tokens=400, stop=[stop])
+            answer = Answer(await ask(stub, chat(sampling=sampling)))
+            assert [name for name, _ in answer.calls.values()] == ["get_weather"]
+            assert answer.finish_reason == reason
+
+
 def robot(**fields: Any) -> dict[str, Any]:
     return {"messages": [pb.Message(**fields)]}
+
+
+TWICE = '{"a": {"type": "string"}, "b": {"c": 1, "c": 2}}'
 
 
 def with_call(**fields: str) -> dict[str, Any]:
@@ -158,7 +191,14 @@ def with_call(**fields: str) -> dict[str, Any]:
         (robot(role="user"), "messages[0].content"),
         (robot(role="tool", content="x"), "messages[0].tool_call_id"),
         (robot(role="user", content="x", reasoning_content="y"), "messages[0].reasoning_content"),
+        (robot(role="tool", content="x", tool_call_id="c"), "messages[0].tool_call_id"),
         (with_call(name="f", arguments="{"), "messages[0].tool_calls[0].arguments"),
+        (with_call(name="f", arguments=TWICE), "messages[0].tool_calls[0].arguments"),
+        ({"tools": [pb.Tool(name="f", parameters=TWICE)]}, "tools[0].parameters"),
+        ({"chat_template_kwargs": TWICE}, "chat_template_kwargs"),
+        ({"sampling": pb.SamplingParams(json_schema=TWICE)}, "json_schema"),
+        ({"sampling": pb.SamplingParams(structural_tag=TWICE)}, "structural_tag"),
+        ({"messages": [pb.Message(role="user", content="a" * 2000)]}, "messages: has 20"),
         ({"tools": [PB_TOOLS[1], PB_TOOLS[1]]}, "tools"),
         ({"tools": [pb.Tool(name="no spaces")]}, "tools[0].name"),
         ({"tools": [pb.Tool(name="f", parameters="{")]}, "tools[0].parameters"),

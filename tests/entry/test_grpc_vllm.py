@@ -120,7 +120,7 @@ async def test_streamed_chunks_make_the_whole(stub, served: Served):
     served.engine.cached = 1
     sampling = params(n=2, logprobs=2, prompt_logprobs=1)
     responses = await ask(stub, sampling_params=sampling, stream=True, request_id="mine")
-    assert served.engine.requests[0].request_id == "mine#0"
+    assert served.engine.requests[0].request_id == "mine #0"
     for index in range(2):
         chunks = [r.chunk for r in responses if r.HasField("chunk") and r.chunk.index == index]
         assert [i for chunk in chunks for i in chunk.token_ids] == IDS[:6]
@@ -201,8 +201,8 @@ async def test_what_is_asked_for_reaches_the_engine(stub, served: Served):
         ({"data_parallel_rank": 1}, "data_parallel_rank"),
         ({"tokenized": None}, "input"),
         ({"tokenized": pb.TokenizedInput(original_text="a")}, "tokenized.input_ids"),
-        ({"tokenized": pb.TokenizedInput(input_ids=[258])}, "prompt"),
-        ({"tokenized": None, "text": ""}, "prompt"),
+        ({"tokenized": pb.TokenizedInput(input_ids=[258])}, "tokenized.input_ids"),
+        ({"tokenized": None, "text": ""}, "text"),
         ({"request_id": "a b"}, "request_id"),
         ({"sampling_params": params(temperature=3)}, "temperature"),
         ({"sampling_params": params(max_tokens=0)}, "max_tokens"),

@@ -15,6 +15,7 @@ from test_http import check_error
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 JSON = {"content-type": "application/json"}
 USER = {"role": "user", "content": "a"}
+TWICE = '{"type": "object", "type": "string"}'
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -38,6 +39,14 @@ def calling(arguments: str) -> dict[str, Any]:
         ("/v1/completions", '{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "5"),
         ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "a", '
          '"content": "b"}]}', "content"),
+        ("/v1/completions", {"prompt": "a", "guided_json": TWICE}, "guided_json"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"structural_tag": TWICE}},
+         "structured_outputs.structural_tag"),
+        ("/v1/chat/completions", calling(TWICE), "messages[1].tool_calls[0].function.arguments"),
+        ("/generate", {"text": "a", "sampling_params": {"json_schema": TWICE}},
+         "sampling_params.json_schema"),
+        ("/v1/responses", {"input": [{"type": "function_call", "call_id": "a", "name": "f",
+                                      "arguments": TWICE}]}, "input[0].arguments"),
         *[
             ("/v1/completions", {"prompt": "a", "logit_bias": {key: 1}}, "logit_bias")
             for key in ("05", "+5", " 5", "5_0", "5.0", "-1", "٣", "9" * 30, "9" * 5000, "")
@@ -148,8 +157,10 @@ async def test_forms(http: httpx.AsyncClient, kind: str, content: bytes):
         + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
         b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"n": 1e999}}',
         b"\xff\xfe",
+        b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": '
+        b'{"prompt": "a", "max_tokens": 1, "max_tokens": 2}}',
     ],
-    ids=range(5),
+    ids=range(6),
 )  # fmt: skip
 async def test_lines_of_batches(http: httpx.AsyncClient, line: bytes):
     form = {"files": {"file": ("a\x00\ud7ff.jsonl", line)}, "data": {"purpose": "batch"}}

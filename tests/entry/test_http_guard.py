@@ -67,6 +67,46 @@ async def test_request_ids_go_in_and_out(caplog):
             assert response.headers["x-request-id"] == response.json()["id"]
 
 
+async def test_head_is_get_without_the_body():
+    async with serving_http(api_key=("k",)) as (_, http):
+        headers = {"authorization": "Bearer k"}
+        paths = ("/health", "/metrics", "/", "/v1/models", "/v1/models/tiny", "/openapi.json",
+                 "/v1/models/other", "/v1/responses/none", "/nothing")  # fmt: skip
+        for path in paths:
+            got, head = [await http.request(m, path, headers=headers) for m in ("GET", "HEAD")]
+            assert (head.status_code, head.content) == (got.status_code, b"")
+            assert head.headers["content-type"] == got.headers["content-type"]
+            if path != "/metrics":  # which counts on
+                assert head.headers["content-length"] == str(len(got.content))
+        assert (await http.head("/health")).status_code == 200
+        assert (await http.head("/v1/models")).status_code == 401
+        head = await http.head("/v1/completions", headers=headers)
+        assert (head.status_code, head.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/engine_state"), ("GET", "/tokenizer_info"), ("GET", "/openapi.json"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/tiny"), ("GET", "/v1/responses/none"), ("GET", "/get_model_info"),
+        ("GET", "/v1/files/none"), ("GET", "/health_generate"), ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"), ("POST", "/generate"), ("POST", "/flush_cache"),
+        ("POST", "/v1/files"), ("POST", "/v1/batches"),
+    ],
+)  # fmt: skip
+async def test_a_query_that_nobody_reads_is_refused(method, path, tmp_path):
+    async with serving_http(files_dir=str(tmp_path)) as (served, http):
+        response = await http.request(method, f"{path}?limit=1&nothing=2", json=BODY)
+        check_error(response, 400, "limit")
+        assert (served.engine.requests, served.engine.num_flushes) == ([], 0)
+        if path == "/engine_state":  # once for all
+            check_error(await http.get("/v1/files?limit=1&nothing=2"), 400, "nothing")
+            for good in ("/health?t=1", "/metrics?t=1", "/?t=1", "/web/page.js?t=1"):
+                assert (await http.get(good)).status_code == 200
+            check_error(await http.get("/nothing?limit=1"), 404)
+
+
 async def test_huge_headers_are_refused():
     async with serving_http() as (_, http):
         response = await http.post("/v1/completions", json=BODY, headers={"x": "a" * 40_000})

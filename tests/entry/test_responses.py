@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import logging
+import re
 from typing import Any
 
 import httpx
 import openai
 import pydantic
 import pytest
-from server_fakes import byte_tokenizer, serving
+from server_fakes import byte_tokenizer, serving, serving_http
 from test_chat_tools import TEMPLATE, THINKS, TOOLS, talking
 from test_http import check_error
 
@@ -19,6 +21,10 @@ CALL = (
     '{"city": "Köln"}}\n</tool_call>'
 )
 FLAT: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+CALLED: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+ANSWERED: Any = {"type": "function_call_output", "call_id": "c", "output": "rain"}
 
 
 def prompt_of(served) -> str:
@@ -162,6 +168,46 @@ async def test_a_call_that_is_no_json_is_told_as_it_is(reply, count, status):
         assert prompt_of(served).endswith("<user>And now?\n<assistant>")
 
 
+async def test_answers_are_those_of_calls_before_them():
+    async with talking(reply=CALL) as (served, client):
+        whole = await client.responses.create(model="tiny", input="Weather?", tools=FLAT)
+        [called] = [item for item in whole.output if item.type == "function_call"]
+        for call_id, fits in ((called.call_id, True), ("other", False)):
+            answer: Any = {**ANSWERED, "call_id": call_id, "id": None, "status": "completed"}
+            ask = client.responses.create(
+                model="tiny", input=[answer], previous_response_id=whole.id, tools=FLAT
+            )
+            if fits:
+                await ask
+                continue
+            with pytest.raises(openai.BadRequestError) as caught:
+                await ask
+            assert caught.value.param == "input[0].call_id"
+        assert len(served.engine.requests) == 2
+
+
+async def test_ids_of_answers_are_those_of_the_log(caplog):
+    caplog.set_level(logging.INFO, "jaxserve.access")
+    bodies: Any = ({}, {"stream": True}, {"background": True})
+    async with serving_http() as (served, http):
+        for body in bodies:
+            caplog.clear()
+            answer = await http.post("/v1/responses", json={"input": "a", **body})
+            found = re.search(r'"id":"(resp_[0-9a-f]+)"', answer.text)
+            await served.idle()
+            async with asyncio.timeout(2):
+                while not caplog.records:
+                    await asyncio.sleep(0.01)
+            assert found
+            assert answer.headers["x-request-id"] == found[1]
+            assert f"POST /v1/responses {found[1]} 200" in caplog.records[0].getMessage()
+        caplog.clear()
+        wrong = await http.post("/v1/responses", json={"input": "a" * 300, "background": True})
+        check_error(wrong, 400, "input")
+        [record] = caplog.records
+        assert wrong.headers["x-request-id"] in record.getMessage()
+
+
 async def test_in_the_background_and_cancelled():
     async with talking(reply="It rains.") as (served, client):
         started = await client.responses.create(model="tiny", input="a", background=True)
@@ -186,11 +232,25 @@ async def test_in_the_background_and_cancelled():
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
         ({"input": [{"type": "image"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": "a", "call_id": "c"}]}, "input[0].call_id"),
+        ({"input": [{"role": "user", "content": "a", "output": "b"}]}, "input[0].output"),
+        ({"input": [{"role": "user", "content": "a", "name": "b"}]}, "input[0].name"),
+        ({"input": [{**CALLED, "content": "a"}]}, "input[0].content"),
+        ({"input": [{**CALLED, "role": "assistant"}]}, "input[0].role"),
+        ({"input": [CALLED, {**ANSWERED, "arguments": "{}"}]}, "input[1].arguments"),
+        ({"input": [{"type": "reasoning", "content": "a", "name": "b"}]}, "input[0].name"),
+        ({"input": [{"role": "user", "content": "a", "status": "b"}]}, "input[0].status"),
+        ({"input": [ANSWERED]}, "input[0].call_id"),
+        ({"input": [ANSWERED, CALLED]}, "input[0].call_id"),
+        ({"input": [CALLED, {**ANSWERED, "call_id": "d"}]}, "input[1].call_id"),
+        ({"input": [{**CALLED, "arguments": '{"a": 1, "a": 2}'}]}, "input[0].arguments"),
+        ({"input": "a" * 300}, "input"),
+        ({"max_output_tokens": 300}, "max_output_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),

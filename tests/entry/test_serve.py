@@ -30,7 +30,7 @@ from server_fakes import (
 )
 
 from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.entry import serve
+from jaxserve.entry import progress, serve
 from jaxserve.entry.progress import StartupDisplay
 from jaxserve.entry.proto import jaxserve_pb2 as pb
 from jaxserve.entry.proto import jaxserve_pb2_grpc
@@ -257,6 +257,19 @@ def test_progress_on_a_terminal_is_bars_and_elsewhere_lines():
         assert "weights read" in out.getvalue()
         assert "50/50" in out.getvalue()
     assert len(out.getvalue().splitlines()) == 3  # the load, the first and the last step
+
+
+def test_a_start_that_takes_long_is_told_where_there_is_no_terminal(monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now_s)
+    told = io.StringIO()
+    with StartupDisplay(told, quiet_s=5.0) as display:
+        display.show(Progress("setup", "tiny"))
+        for done in range(25):
+            display.show(Progress("compile", f"step {done}", done, 100))
+            now_s += 1
+    lines = told.getvalue().splitlines()
+    assert lines == [f"compile   {n}/100 step {n}" for n in (5, 10, 15, 20)]
 
 
 PROCESS = """

@@ -260,7 +260,15 @@ async def test_what_can_not_be_scored_is_named(shared, change: Any, status: int,
         ({"text": []}, "text"),
         ({"input_ids": "abc"}, "input_ids"),
         ({"input_ids": [1, "a"]}, "input_ids"),
-        ({"input_ids": [[1], []]}, "prompt"),
+        ({"input_ids": [[1], []]}, "input_ids"),
+        ({"input_ids": [[1]] * 13}, "input_ids"),
+        ({"input_ids": [1] * 300}, "input_ids"),
+        ({"text": ""}, "text"),
+        ({"text": "a" * 300}, "text"),
+        (
+            {"text": "a", "sampling_params": {"max_new_tokens": 300}},
+            "sampling_params.max_new_tokens",
+        ),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
@@ -317,6 +325,20 @@ async def test_what_is_wrong_is_named(shared, body: dict[str, Any], param: str):
     assert len(served.engine.requests) in (before, before + 1)
 
 
+async def test_names_of_requests_are_not_those_of_a_lists_parts():
+    async with serving_http() as (served, http):
+        served.engine.step_s = 0.02
+
+        async def ask(**body: Any) -> httpx.Response:
+            return await http.post("/generate", json=body)
+
+        tasks = [asyncio.ensure_future(ask(text=["a", "b", "c"], rid="foo"))]
+        tasks += [asyncio.ensure_future(ask(text="a", rid=f"foo{end}")) for end in ("-1", "-2")]
+        tasks.append(asyncio.ensure_future(ask(input_ids=[[5], [6]], rid="foo-1-1")))
+        for answer in await asyncio.gather(*tasks):
+            assert answer.status_code == 200, answer.text
+
+
 async def test_abort_by_name_and_all():
     async with serving_http() as (served, http):
         served.engine.step_s = 0.02
@@ -328,7 +350,7 @@ async def test_abort_by_name_and_all():
         async with asyncio.timeout(2):
             while len(served.engine.running) < 3:
                 await asyncio.sleep(0.005)
-        check_error(await ask("one"), 400, "request_id")
+        check_error(await ask("one"), 400, "rid")
         assert (await http.post("/abort_request", json={"rid": "two"})).status_code == 200
         assert check_error(await tasks[1], 503)["code"] == "request_aborted"
         assert (await tasks[1]).headers["x-should-retry"] == "false"

@@ -1,6 +1,7 @@
 """What becomes of a program without a model: prompts, roles, forks, values, errors, streams."""
 
 import asyncio
+import concurrent.futures
 import re
 import threading
 import time
@@ -544,6 +545,93 @@ def test_a_cancelled_program_ends(scripted):
             read()
     with pytest.raises(ProgramCancelled):
         state += gen("z")
+
+
+@pytest.mark.parametrize("how", ["read", "iterate", "sync", "text", "append", "another thread"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cancel_that_the_program_caught_is_not_raised_again(scripted, how, stream):
+    backend = scripted()
+
+    async def endless(token_ids, params, on_text):
+        await asyncio.sleep(60)
+
+    def read(s):
+        match how:
+            case "iterate":
+                list(s.text_iter("x"))
+            case "sync":
+                s.sync()
+            case "text":
+                s.text()
+            case "append":
+                s += gen("z")
+            case _:
+                _ = s["x"]
+
+    @function
+    def program(s):
+        s += "a" + gen("x") + gen("y")
+        forks = s.fork(2)
+        forks += gen("x")
+        s.cancel()
+        with pytest.raises(ProgramCancelled):
+            read(s)
+        return "done"
+
+    @function
+    def aside(s):
+        s += "a" + gen("x") + gen("y")
+        s.cancel()
+        with (
+            concurrent.futures.ThreadPoolExecutor(1) as threads,
+            pytest.raises(ProgramCancelled),
+        ):
+            threads.submit(read, s).result()
+        return "done"
+
+    backend.generate = endless
+    if how == "another thread":
+        assert aside.run(backend=backend).returned == "done"
+        return
+    if stream:
+        assert program.run(backend=backend, stream=True).wait().returned == "done"
+        return
+    states = program.run_batch([{}, {}], backend=backend, progress_bar=True)
+    assert [state.returned for state in states] == ["done"] * 2
+
+
+def test_a_cancel_that_only_others_heard_of_is_raised(scripted):
+    backend = scripted()
+    begun, read = threading.Event(), threading.Event()
+
+    async def endless(token_ids, params, on_text):
+        begun.set()
+        await asyncio.sleep(60)
+
+    @function
+    def program(s):
+        s += "a" + gen("x")
+        read.wait(5)
+
+    backend.generate = endless
+    state = program.run(backend=backend, stream=True)
+    assert begun.wait(5)
+    state.cancel()
+    with pytest.raises(ProgramCancelled):
+        state["x"]
+    read.set()
+    with pytest.raises(ProgramCancelled):
+        state.wait()
+
+
+def test_an_error_caught_while_iterating_is_not_raised_again(scripted):
+    @function
+    def program(s):
+        s += "bad" + gen("a") + gen("b")
+        with pytest.raises(RequestFailed):
+            list(s.text_iter("b"))
+
+    program.run(backend=scripted(fail_on("bad")))
 
 
 def test_a_closed_backend_ends_its_programs(scripted):

@@ -215,6 +215,27 @@ def test_what_does_not_fit_is_refused_by_name(runtime, endpoint):
         program.run(backend=runtime)
 
 
+BROKEN = [
+    lambda s: s.__iadd__("a\ud800" + gen("x")),
+    lambda s: s.__iadd__(user("\ud800") + assistant(gen("x"))),
+    lambda s: s.__iadd__("a" + select("x", ["b", "\udfff"])),
+    lambda s: s.__iadd__("a" + gen("x", stop=["\ud800"])),
+    lambda s: s.__iadd__("a" + gen("x", stop_regex="\ud800+")),
+    lambda s: s.__iadd__("a" + gen("x", regex="\ud800")),
+    lambda s: s.__iadd__("a" + gen("x", json_schema={"const": "\ud800"})),
+    lambda s: s.__iadd__("a" + gen("x", json_schema='{"const": "\ud800"}')),
+    lambda s: s.__iadd__("a" + gen("x", bad_words=["\ud800"])),
+]
+
+
+@pytest.mark.parametrize("program", BROKEN)
+def test_text_that_is_no_unicode_is_refused(runtime, endpoint, program):
+    for backend in (runtime, endpoint):
+        with pytest.raises(InvalidRequest):
+            function(program).run(backend=backend)
+    assert json_output.run(backend=endpoint)["json"]
+
+
 @pytest.mark.parametrize("program", [json_output, eight_forks, three_turns, values])
 def test_a_server_says_the_same(runtime, endpoint, program):
     options = {"temperature": 0.9, "seed": 8, "top_p": 0.95}

@@ -51,7 +51,10 @@ def reasoning_format(setting: str, template: str, model_type: str) -> str | None
 
 
 class TextParser(Protocol):
-    """What `push` and `finish` of a Parser are."""
+    """What `is_cut`, `push` and `finish` of a Parser are."""
+
+    @property
+    def is_cut(self) -> bool: ...
 
     def push(self, text: str) -> list[Event]: ...
 
@@ -64,6 +67,10 @@ class Chain:
     def __init__(self, reasoning: TextParser, tools: TextParser):
         self._reasoning = reasoning
         self._tools = tools
+
+    @property
+    def is_cut(self) -> bool:
+        return self._tools.is_cut
 
     def push(self, text: str) -> list[Event]:
         return self._through(self._reasoning.push(text))
@@ -80,6 +87,8 @@ class Chain:
 
 class Plain:
     """All is content."""
+
+    is_cut = False
 
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []

@@ -168,7 +168,7 @@ class CallObject:
                 self._tell(value if isinstance(value, str) else json.dumps(value))
 
     def _tell(self, text: str) -> None:
-        self._has_arguments = True
+        self._has_arguments |= bool(text)
         if self.is_started:
             self._on_arguments(text)
         else:

@@ -64,6 +64,8 @@ class Parser:
         """White space that is content only if more content follows."""
         self._num_calls = 0
         self._state: State = self.start
+        self.is_cut = False
+        """The text ended where a call had begun that is not told yet. Known after `finish`."""
 
     def start(self, ended: bool) -> bool:
         """The first state."""

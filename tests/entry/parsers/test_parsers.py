@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.entry.chat_format import Message
 from jaxserve.entry.parsers.choose import (
     REASONING,
     TOOL_CALLS,
@@ -135,6 +136,42 @@ def test_any_text_says_the_same_however_it_is_cut(case, places, end, noise, at):
     whole = say(TOOL_CALLS[name](NAMES), [text])
     assert say(TOOL_CALLS[name](NAMES), cut(text, places)) == whole
     assert say(TOOL_CALLS[name](NAMES), list(text)) == whole
+
+
+ENDS = [
+    # (parser, text): after a ¦ it begins to have whole calls only, or ceases to
+    ("hermes", 'Hm <tool_call>{"name": "f", "arguments": {"a": [1]¦}}</tool_call>\n<tool_call¦>'
+     '{"arguments": {}, "name": "add¦"}</tool_call> Bye.'),
+    ("hermes", '<tool_call>{"name": "f"¦}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ""¦}</tool_call>'),
+    ("llama3_json", '{"name": "f", "parameters": {"a": "}"¦}}¦; {"name": "add"¦}'),
+    ("pythonic", "[f(a=1¦)¦, add(b=')'¦)]"),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1¦}}¦, {"name": "add"¦}]'),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1¦}[TOOL_CALLS¦]add[ARGS]{¦}'),
+    ("deepseek", f'{CALLS}{CALL}f{SEP}{{"a": 1¦}}{CALL_END}{CALL[:-1]}¦{CALL[-1]}add{SEP}{{¦}}'
+     f"{CALL_END}{CALLS_END}"),
+    ("call list", '[{"name": "f", "arguments": {"a": 1¦}}¦, {"name": "add", "arguments": {¦}}]'),
+    ("arguments", ' {"a": {"b": 1}¦} '),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), ENDS)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_text_that_ends_within_a_call_has_not_ended_with_calls(name, text, thinks):
+    parsers = {"call list": CallList, "arguments": lambda _: Arguments(["f"]), **TOOL_CALLS}
+    flips = [at - i for i, at in enumerate(at for at, c in enumerate(text) if c == "¦")]
+    plain = text.replace("¦", "")
+    for end in range(len(plain) + 1):
+        for pieces in ([plain[:end]], plain[:end]):
+            parser = parsers[name](NAMES)
+            parser = Chain(REASONING["qwen3"](""), parser) if thinks else parser
+            message = Message(parser, lambda: "id")
+            for piece in pieces:
+                message.push(piece)
+            message.finish()
+            is_whole = sum(at < end for at in flips) % 2 == 1
+            assert message.finish_reason("stop") == ("tool_calls" if is_whole else "stop"), end
+            assert message.finish_reason("length") == "length"
 
 
 THOUGHTS = [

@@ -32,6 +32,7 @@ class DeepSeek(Parser):
         kind, separator, rest = self._text.partition(SEPARATOR)
         before, brace, rest = rest.partition("{")
         if not separator or not brace:
+            self.is_cut = ended
             return False
         name = before.strip().partition("\n")[0] if kind.strip() == "function" else kind
         self._call_with(name.strip(), "{" + rest, self.between)

@@ -28,6 +28,7 @@ class Hermes(Parser):
             return True
         if ended and not self._object.is_started:
             self._say(BEGIN + self._object.raw)
+            self.is_cut = True
         return False
 
     def close(self, ended: bool) -> bool:

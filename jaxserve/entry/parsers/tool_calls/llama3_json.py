@@ -40,6 +40,7 @@ class Llama3Json(Parser):
             self._state = self.inside
             return True
         if self._num_calls:
+            self.is_cut = not text and bool(self._text.strip())
             self._text = text
         else:
             self._text = self._lead.replace(TAG, "") + self._text
@@ -56,6 +57,7 @@ class Llama3Json(Parser):
             return True
         if ended and not self._object.is_started:
             self._give_up()
+            self.is_cut = True
             return True
         return False
 

@@ -18,6 +18,7 @@ class Mistral(Parser):
     def opened(self, ended: bool) -> bool:
         text = self._text.lstrip()
         if not text:
+            self.is_cut = ended
             return False
         if text.startswith("["):
             self._text, self._state = text[1:], self.listed
@@ -29,6 +30,7 @@ class Mistral(Parser):
         """In a list, before a call or its end."""
         text = self._text.lstrip(" \t\r\n,")
         if not text:
+            self.is_cut = ended and "," in self._text
             return False
         if text.startswith("{"):
             self._text = text
@@ -43,6 +45,7 @@ class Mistral(Parser):
         self._text, done = self._object.take(self._text)
         if not self._object.is_started and (self._object.broken or ended):
             self._say(self._object.raw)
+            self.is_cut = not self._object.broken
             self._state = self.start
             return True
         if done:
@@ -54,7 +57,7 @@ class Mistral(Parser):
         if not brace:
             if ended:
                 self._say(self._text)
-                self._text = ""
+                self._text, self.is_cut = "", True
             return False
         name = head.partition(ARGS)[0].partition(CALL_ID)[0].strip()
         self._call_with(name, "{" + rest, self.start)

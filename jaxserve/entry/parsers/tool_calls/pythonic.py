@@ -45,8 +45,10 @@ class Pythonic(Parser):
         # what can't become a call any more need not wait for its end
         is_possible = not text or HEAD.match(text) is not None
         length = call_length(text) if is_possible else None
-        if is_possible and length is None and not ended:
-            return False
+        if is_possible and length is None:
+            if not ended:
+                return False
+            self.is_cut = "," in self._text or bool(text)
         call = read_call(text[:length]) if length else None
         if call is None or call[0] not in self._names:
             self._text = self._lead + self._text
