@@ -134,11 +134,9 @@ def sampling_flags() -> list[Flag]:
             assert isinstance(doc.value, ast.Constant)
             docs[field.target.id] = inspect.cleandoc(str(doc.value.value))
     hints = typing.get_type_hints(SamplingParams)
-    defaults = dict(
-        zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True)
-    )
+    defaults = SamplingParams()
     return [
-        Flag(name, hints[name], defaults[name], docs[name])
+        Flag(name, hints[name], getattr(defaults, name), docs[name])
         for name in SamplingParams.__struct_fields__
     ]
 

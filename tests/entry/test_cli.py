@@ -90,7 +90,9 @@ def test_every_setting_is_a_flag_with_help():
 def test_every_sampling_parameter_is_a_flag_with_help():
     for name in ("generate", "chat"):
         for field in SamplingParams.__struct_fields__:
-            assert options(name)[f"--{field.replace('_', '-')}"].help
+            help = options(name)[f"--{field.replace('_', '-')}"].help
+            assert help
+            assert "<" not in help, "a default that is no value"
 
 
 def test_flags_become_a_config(monkeypatch: pytest.MonkeyPatch):
