@@ -16,12 +16,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jsonschema
-
 from bench import record
 from bench.trace import make_prompts
 from jaxserve import LLM, Grammar, SamplingParams
 from jaxserve.constrained import matcher
+
+try:
+    import jsonschema
+except ModuleNotFoundError:
+    raise SystemExit("bench.structured needs jsonschema: pip install -e '.[bench]'") from None
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "a person": {
