@@ -255,6 +255,24 @@ async def test_the_keyboard_is_enough(browser):
         assert await focused(page) == "prompt"
 
 
+async def test_the_rate_says_its_scale(browser):
+    looks = 0
+
+    async def answer(route) -> None:
+        nonlocal looks
+        looks += 1
+        state = await (await route.fetch()).json()
+        state["now_s"] = looks
+        state["stats"]["generated_tokens"] = 50 * min(looks, 2)
+        await route.fulfill(json=state)
+
+    async with serving(set_up=slow, info=ROOMY) as served, opened(browser, served) as page:
+        await page.route("**/engine_state", answer)
+        await page.reload()
+        await shown(page, "#rate-text", r"^top: 50 tokens/s$")
+        await page.unroute_all(behavior="wait")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_the_engine_is_shown_and_all_is_legible_and_labelled(browser, scheme):
     async with (
@@ -268,7 +286,7 @@ async def test_the_engine_is_shown_and_all_is_legible_and_labelled(browser, sche
         await shown(
             page, "#steps-text", "21 steps: 20 decode, 1 mixed; median 9.00 ms a step, 0.60 ms"
         )
-        await shown(page, "#pages-text", r"1 in use, 0 cached, 63 free of 64")
+        await shown(page, "#pages-text", r"1 in use 0 cached, 63 free of 64")
         await shown(page, "#prefix-text", "40 pages in the tree; shown: the 4 most often")
         tree = await page.text_content("#prefixes")
         assert tree.startswith(

@@ -356,7 +356,8 @@ function showRate() {
     (rate, i) => `${600 - 5 * (rates.length - 1 - i)},${57 - 54 * rate / most}`);
   $("rate").replaceChildren(shape("polyline", { points: points.join(" ") }));
   const now = Math.round(rates.at(-1) ?? 0);
-  $("rate").setAttribute("aria-label", `${now} tokens a second now, at most ${Math.round(most)} of late`);
+  $("rate").setAttribute("aria-label", `${now} tokens a second now`);
+  $("rate-text").textContent = rates.length ? `top: ${number.format(Math.round(most))} tokens/s` : "";
 }
 
 function showPages(stats) {
@@ -372,7 +373,7 @@ function showPages(stats) {
   const rest = `${number.format(free)} free of ${number.format(stats.pages_total)}`;
   $("pages").setAttribute("aria-label", [used, cached, rest].join(", "));
   const key = (name) => element("span", { class: `key ${name}` });
-  $("pages-text").replaceChildren(key("decode"), `${used}, `, key("mixed"), `${cached}, ${rest}`);
+  $("pages-text").replaceChildren(key("decode"), `${used} `, key("mixed"), `${cached}, ${rest}`);
 }
 
 function showSteps(steps) {
