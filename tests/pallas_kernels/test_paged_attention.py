@@ -268,8 +268,10 @@ def test_heads_over_four_devices_equal_one_device_and_move_no_cache(rows, mesh_g
 def test_contradictions_are_refused():
     q, k, v, kv_pages, meta, _ = make_inputs(Case("", ((1, 20), (1, 9)), **SMALL))
     call = functools.partial(paged_attention, sm_scale=1.0, kind="decode")
-    with pytest.raises(ValueError, match="kv_pages is"):
+    with pytest.raises(ValueError, match=r"k is \(2, 1, 64\), q \(2, 4, 64\)"):
         call(q, k[:, :1], v[:, :1], kv_pages, meta)
+    with pytest.raises(ValueError, match="k and v come together"):
+        call(q, None, v, kv_pages, meta)
     one = dataclasses.replace(
         meta, kv_lens=meta.kv_lens[:1], page_table=meta.page_table[:1], query_start=jnp.arange(2)
     )
