@@ -66,6 +66,7 @@ def make_app(front: Front, metrics: Metrics, settings: ServerConfig) -> ASGIApp:
                 record.request_id,
                 front.model_name,
                 record.created,
+                front.engine().model.token_bytes,
                 echoed=tokenizer if body.echoes_logprobs else None,
                 hidden=tokenizer.special_token_ids
                 if tokenizer and params.skip_special_tokens
@@ -198,6 +199,11 @@ async def chat_job(
     params = body.sampling()
     prompt, params, message, until = await prepare_chat(front.engine(), settings, body, params)
     reply = answers.ChatCompletion(
-        record.request_id, front.model_name, record.created, bool(body.stream), message
+        record.request_id,
+        front.model_name,
+        record.created,
+        front.engine().model.token_bytes,
+        bool(body.stream),
+        message,
     )
     return CompletionJob(record, reply, body, params, [prompt], until)

@@ -1,6 +1,6 @@
 """OpenAI's bodies and chunks that answer completions and chats. Imports no jax."""
 
-import itertools
+import codecs
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -15,6 +15,8 @@ from jaxserve.types import (
     Usage,
 )
 
+TokenBytes = Callable[[int], bytes]
+"""The bytes that a token stands for, by its id."""
 LEAST_LOGPROB = -9999.0
 """What OpenAI writes for a token that can't be; JSON has no infinity."""
 
@@ -71,60 +73,77 @@ def _prompt_logprobs(output: RequestOutput) -> dict[str, Any]:
     return {"prompt_logprobs": prompt_logprobs_body(output.prompt_logprobs)}
 
 
+class TextOffsets:
+    """Where each of a choice's tokens begins in its text; told them in order."""
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def next(self, token_bytes: bytes) -> int:
+        """Of a token that completes a character: where that character is."""
+        offset = self._offset
+        self._offset += len(self._decoder.decode(token_bytes))
+        return offset
+
+
 def completion_logprobs(
     tokens: Sequence[ChosenLogprob] | None,
-    offset: int = 0,
+    bytes_of: TokenBytes,
+    offsets: TextOffsets,
     *,
     has_first: bool = False,
     hidden: Collection[int] = (),
 ) -> dict[str, Any] | None:
-    """The older form, of /v1/completions; `offset` is the characters of the tokens before these.
+    """The older form, of /v1/completions.
 
     `has_first`: the first token has no log-probability, as a prompt's has none. `hidden`: ids of
     tokens that are not in the text.
     """
     if tokens is None:
         return None
+
+    def name(text: str, token_id: int) -> str:
+        # OpenAI's form for bytes that are no text of their own; also keeps such tokens apart.
+        token_bytes = bytes_of(token_id)
+        if token_bytes == text.encode():
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+
     found: dict[str, list[Any]] = {
-        "tokens": [t.token for t in tokens],
+        "tokens": [name(t.token, t.token_id) for t in tokens],
         "token_logprobs": [_finite(t.logprob) for t in tokens],
         "top_logprobs": [
-            {text: _finite(logprob) for text, _, logprob in reversed(t.top)} or None for t in tokens
+            {name(text, i): _finite(logprob) for text, i, logprob in reversed(t.top)} or None
+            for t in tokens
         ],
-        "text_offset": list(itertools.accumulate(widths(tokens, hidden), initial=offset))[:-1],
+        "text_offset": [
+            offsets.next(b"" if t.token_id in hidden else bytes_of(t.token_id)) for t in tokens
+        ],
     }
     if any(t.named for t in tokens):
         found["token_ids_logprob"] = [_named_logprobs(t) for t in tokens]
     if has_first:
-        for name in found.keys() - {"tokens", "text_offset"}:
-            found[name][0] = None
+        for field in found.keys() - {"tokens", "text_offset"}:
+            found[field][0] = None
     return found
 
 
-def widths(tokens: Sequence[ChosenLogprob], hidden: Collection[int]) -> list[int]:
-    """Characters of each in the text."""
-    return [0 if token.token_id in hidden else len(token.token) for token in tokens]
-
-
-def chat_logprobs(tokens: Sequence[ChosenLogprob] | None) -> dict[str, Any] | None:
+def chat_logprobs(
+    tokens: Sequence[ChosenLogprob] | None, bytes_of: TokenBytes
+) -> dict[str, Any] | None:
     if tokens is None:
         return None
 
-    def entry(text: str, logprob: float) -> dict[str, Any]:
-        # A token that holds part of a character has no text whose bytes would be its own.
-        whole = "�" not in text
-        return {
-            "token": text,
-            "logprob": _finite(logprob),
-            "bytes": list(text.encode()) if whole else None,
-        }
+    def entry(text: str, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(bytes_of(token_id))}
 
     return {
         "content": [
             {
-                **entry(t.token, t.logprob),
+                **entry(t.token, t.token_id, t.logprob),
                 **({"token_ids_logprob": _named_logprobs(t)} if t.named else {}),
-                "top_logprobs": [entry(text, logprob) for text, _, logprob in t.top],
+                "top_logprobs": [entry(*other) for other in t.top],
             }
             for t in tokens
         ],
@@ -142,6 +161,7 @@ class Completion:
         id: str,
         model: str,
         created: int,
+        bytes_of: TokenBytes,
         *,
         echoed: Tokenizer | None = None,
         hidden: Collection[int] = (),
@@ -150,9 +170,10 @@ class Completion:
         of tokens that are not in the text.
         """
         self.envelope = {"id": id, "object": self.kind, "created": created, "model": model}
+        self._bytes_of = bytes_of
         self._echoed = echoed
         self._hidden = hidden
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The whole answer; the choices of prompt i come after those of prompt i - 1."""
@@ -170,7 +191,7 @@ class Completion:
         )
         return {
             "text": choice.text,
-            "logprobs": completion_logprobs(tokens, has_first=has_first, hidden=self._hidden),
+            "logprobs": self._logprobs(tokens, TextOffsets(), has_first),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **({} if self._echoed else _prompt_logprobs(output)),
@@ -194,17 +215,22 @@ class Completion:
     def chunks(self, index: int, delta: Delta, prompt_token_ids: Sequence[int]) -> list[Any]:
         """What is streamed for a delta of choice `index`."""
         tokens, has_first = self._scored(delta.logprobs, delta.prompt_logprobs, prompt_token_ids)
-        offset = self._offsets.get(index, 0)
-        logprobs = completion_logprobs(tokens, offset, has_first=has_first, hidden=self._hidden)
-        self._offsets[index] = offset + sum(widths(tokens or (), self._hidden))
+        offsets = self._offsets.setdefault(index, TextOffsets())
         choice = {
             "index": index,
             "text": delta.text,
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(tokens, offsets, has_first),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         return [{**self.envelope, "choices": [choice]}]
+
+    def _logprobs(
+        self, tokens: Sequence[ChosenLogprob] | None, offsets: TextOffsets, has_first: bool
+    ) -> dict[str, Any] | None:
+        return completion_logprobs(
+            tokens, self._bytes_of, offsets, has_first=has_first, hidden=self._hidden
+        )
 
     def first_chunks(self, num_choices: int) -> list[dict[str, Any]]:
         """What is streamed before any text."""
@@ -225,11 +251,12 @@ class ChatCompletion(Completion):
         id: str,
         model: str,
         created: int,
+        bytes_of: TokenBytes,
         stream: bool,
         message: Callable[[], Message],
     ):
         """`message`: makes what each choice's text becomes."""
-        super().__init__(id, model, created)
+        super().__init__(id, model, created, bytes_of)
         if stream:
             self.envelope["object"] = "chat.completion.chunk"
         self._message = message
@@ -244,7 +271,7 @@ class ChatCompletion(Completion):
         message.finish()
         return {
             "message": message.body(),
-            "logprobs": chat_logprobs(choice.logprobs),
+            "logprobs": chat_logprobs(choice.logprobs, self._bytes_of),
             "finish_reason": message.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
@@ -263,7 +290,7 @@ class ChatCompletion(Completion):
         deltas = [message.delta(event) for event in events]
         if delta.logprobs and not deltas:
             deltas.append({"content": ""})
-        logprobs = [chat_logprobs(delta.logprobs), *[None] * len(deltas)]
+        logprobs = [chat_logprobs(delta.logprobs, self._bytes_of), *[None] * len(deltas)]
         chunks = [self._chunk(index, each, logprobs[i]) for i, each in enumerate(deltas)]
         if delta.finish_reason is not None:
             reason = message.finish_reason(delta.finish_reason)

@@ -23,6 +23,9 @@ class TextModel:
     eos_token_ids: frozenset[int]
     """End a text: those of the config, of generation_config.json and of the tokenizer."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
+
 
 log = logging.getLogger(__name__)
 

@@ -231,7 +231,12 @@ async def test_chat_logprobs(client: openai.AsyncOpenAI):
     first = logprobs.content[0]
     assert (first.token, first.logprob, first.bytes) == ("H", -0.5, [72])
     assert [top.logprob for top in first.top_logprobs] == [-0.5, -1.5]
-    assert logprobs.content[8].bytes is None  # half of ö
+    assert [(t.token, t.bytes) for t in logprobs.content[8:10]] == [
+        ("\ufffd", [0xC3]),
+        ("\ufffd", [0xB6]),
+    ]  # halves of ö
+    told = b"".join(bytes(token.bytes or ()) for token in logprobs.content)
+    assert told == "Hello, wörld! Hello".encode()
     plain = await client.chat.completions.create(**CHAT, logprobs=True)
     assert plain.choices[0].logprobs is not None
     assert plain.choices[0].logprobs.content is not None
@@ -239,12 +244,13 @@ async def test_chat_logprobs(client: openai.AsyncOpenAI):
 
 
 async def test_completion_logprobs_stream_as_they_are_whole(client: openai.AsyncOpenAI):
-    request: dict[str, Any] = {"model": "tiny", "prompt": "a", "logprobs": 2, "max_tokens": 6}
+    request: dict[str, Any] = {"model": "tiny", "prompt": "a", "logprobs": 2, "max_tokens": 12}
     whole = (await client.completions.create(**request)).choices[0].logprobs
     assert whole is not None
-    assert whole.tokens == list("Hello,")
-    assert whole.text_offset == list(range(6))
-    assert whole.token_logprobs == [-0.5] * 6
+    # ö is of two tokens, both where it is in the text
+    assert whole.tokens == [*"Hello, w", r"bytes:\xc3", r"bytes:\xb6", *"rl"]
+    assert whole.text_offset == [*range(8), 8, 8, 9, 10]
+    assert whole.token_logprobs == [-0.5] * 12
     assert whole.top_logprobs is not None
     assert all(len(top) == 2 for top in whole.top_logprobs)
     tokens, offsets = [], []

@@ -111,9 +111,11 @@ def test_impossible_tokens_have_a_finite_logprob():
     token = ChosenLogprob(
         token="a", token_id=1, logprob=float("-inf"), top=[("b", 2, float("-inf"))]
     )
-    chat = answers.chat_logprobs([token])
+    chat = answers.chat_logprobs([token], lambda _: b"a")
     assert chat is not None
     assert chat["content"][0]["logprob"] == -9999.0
-    completion = answers.completion_logprobs([token])
+    completion = answers.completion_logprobs(
+        [token], {1: b"a", 2: b"b"}.__getitem__, answers.TextOffsets()
+    )
     assert completion is not None
     assert completion["top_logprobs"] == [{"b": -9999.0}]
