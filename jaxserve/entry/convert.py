@@ -88,7 +88,7 @@ def _load(
         )
         built = registry.build(files.config, mesh, "tensor", chosen)
         num_bytes = sum(spec.size * spec.dtype.itemsize for spec in built.abstract.values())
-        reading = stages.start("reading", str(files.path), num_bytes)
+        reading = stages.start("reading", f"{files.path} as {chosen.name}", num_bytes)
         params = load.load_params(
             source,
             built.rules,
