@@ -46,12 +46,14 @@ def attend(
         raise NotImplementedError(
             f"the GPU kernel of paged attention can't do {reason}; impl='reference' can"
         )
-    rows = functools.partial(
-        gpu_decode.attend_rows,
-        config=config or gpu_decode.default_config(spec, device_kind),
-        interpret=interpret,
-    )
-    chunks = None
+    options = {
+        "config": config or gpu_decode.default_config(spec, device_kind),
+        "interpret": interpret,
+    }
+    rows = functools.partial(gpu_decode.attend_rows, **options)
+    rows_in_place = chunks = None
+    if kind == "mixed" and gpu_decode.in_place(spec, interpreted=interpret is not None):
+        rows_in_place = functools.partial(gpu_decode.attend_rows_in_place, **options)
     if kind == "mixed" and gpu_prefill.unsupported(spec) is None:
         chunks = functools.partial(
             gpu_prefill.attend_chunks,
@@ -70,5 +72,6 @@ def attend(
         soft_cap=soft_cap,
         sinks=sinks,
         rows_kernel=rows,
+        rows_in_place=rows_in_place,
         chunks_kernel=chunks,
     )

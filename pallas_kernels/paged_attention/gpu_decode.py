@@ -128,6 +128,71 @@ def attend_rows(
     interpret: Any = None,
 ) -> Float[Array, "T N H"]:
     """T / S queries a row, its sequence's newest tokens. Zeros for rows of length 0."""
+    out = _attend(
+        q,
+        kv_pages,
+        page_table,
+        kv_lens,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        config=config,
+        interpret=interpret,
+    )
+    num_rows, num_kv_heads, _, _ = out.shape
+    queries_per_row, group = len(q) // num_rows, q.shape[1] // num_kv_heads
+    out = out[:, :, : queries_per_row * group]
+    out = out.reshape(num_rows, num_kv_heads, queries_per_row, group, q.shape[2])
+    return jnp.moveaxis(out, 2, 1).reshape(q.shape).astype(q.dtype)
+
+
+def in_place(spec: AttentionSpec, *, interpreted: bool = False) -> bool:
+    """Whether `attend_rows_in_place` can do a case: a kv head's queries lie in the output as they
+    do in the kernel."""
+    return _stored(spec.group, interpreted) == spec.group
+
+
+def attend_rows_in_place(
+    q: Float[Array, "S N H"],
+    kv_pages: Float[Array, "pages page_size 2*K H"],
+    page_table: Int[Array, "S P"],
+    kv_lens: Int[Array, "S"],
+    num_tokens: int,
+    padding_from: Int[Array, ""],
+    **options: Any,
+) -> Float[Array, "num_tokens N H"]:
+    """As `attend_rows` with one query a row, in an output of `num_tokens` whose first ones the rows
+    are: zeros from `padding_from` on, and undefined for rows of length 0 and what else lies
+    before."""
+    place = num_tokens, padding_from.reshape(1).astype(jnp.int32)
+    out = _attend(q, kv_pages, page_table, kv_lens, **options, place=place)
+    return out.reshape(num_tokens, *q.shape[1:]).astype(q.dtype)
+
+
+def _stored(used: int, interpreted: bool) -> int:
+    """Rows of an output that hold the `used` ones of a kv head. A copy may reach past an array's
+    end: nothing is read or written there. That serves where one tile of 8 rows holds a head's
+    queries, though not in the interpreter."""
+    return used if used <= 8 and not interpreted else 8 * math.ceil(used / 8)
+
+
+def _attend(
+    q,
+    kv_pages,
+    page_table,
+    kv_lens,
+    *,
+    sm_scale,
+    sliding_window,
+    soft_cap,
+    sinks,
+    config: Config,
+    interpret: Any = None,
+    place: tuple[int, Int[Array, "1"]] | None = None,
+) -> Float[Array, "rows K stored H"]:
+    """The kernel's output: of each row and kv head the queries in order, `_stored` of them; or,
+    with `place` (tokens in all, those that are not padding), of each token."""
     num_rows, (num_tokens, num_heads, head_dim) = len(kv_lens), q.shape
     queries_per_row = num_tokens // num_rows
     _, page_size, num_parts, _ = kv_pages.shape
@@ -140,19 +205,22 @@ def attend_rows(
     interpreted = interpret is not None
     merge_inside = config.merge_inside and not interpreted  # it can't count
     options = {"interpret": interpret} if interpreted else {}
-    # A copy may reach past an array's end: nothing is read or written there. That serves where one
-    # tile of 8 rows holds a head's queries, though not in the interpreter.
-    stored = used if used <= 8 and not interpreted else rows
+    stored = _stored(used, interpreted)
     queries = q.reshape(num_rows, queries_per_row, num_kv_heads, group, head_dim).astype(dtype)
     queries = jnp.moveaxis(queries, 1, 2).reshape(num_rows, num_kv_heads, used, head_dim)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, stored - used), (0, 0)))
     inputs = [queries, kv_pages, page_table, *plan]
+    out_rows = num_rows
+    if place is not None:
+        out_rows, padding_from = place
+        inputs.append(padding_from)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group) * LOG2_E
         sinks = jnp.tile(sinks, (1, queries_per_row))
         inputs.append(jnp.pad(sinks, ((0, 0), (0, BLOCK - used))))
     body = functools.partial(
         _worker,
+        has_place=place is not None,
         has_sinks=sinks is not None,
         rows=rows,
         group=group,
@@ -172,7 +240,7 @@ def attend_rows(
     out, part, part_lse = plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((num_rows, num_kv_heads, stored, head_dim), dtype),
+            jax.ShapeDtypeStruct((out_rows, num_kv_heads, stored, head_dim), dtype),
             jax.ShapeDtypeStruct((slots, rows // 8, columns, 8, LANES), jnp.float32),
             jax.ShapeDtypeStruct((slots, BLOCK, LANES), jnp.float32),
         ],
@@ -196,8 +264,7 @@ def attend_rows(
         )
         merge(part, part_lse, plan.splits)
         out = jax.freeze(out_ref)
-    out = out[:, :, :used].reshape(num_rows, num_kv_heads, queries_per_row, group, head_dim)
-    return jnp.moveaxis(out, 2, 1).reshape(q.shape).astype(q.dtype)
+    return out
 
 
 def _scratch(config, head_dim, rows, page_size, dtype, interpreted) -> dict[str, Any]:
@@ -271,6 +338,7 @@ def _worker(
     v_full,
     k_free,
     v_free,
+    has_place,
     has_sinks,
     rows,
     group,
@@ -284,7 +352,8 @@ def _worker(
     interpret,
 ):
     wait_for_inputs(interpret)
-    *sinks_ref, out_ref, part_ref, part_lse_ref = rest_refs
+    *more_refs, out_ref, part_ref, part_lse_ref = rest_refs
+    padding_ref, sinks_ref = more_refs[:has_place], more_refs[has_place:]
     assert len(sinks_ref) == has_sinks
     num_kv_heads = out_ref.shape[1]
     warpgroup = lax.axis_index("warpgroup")
@@ -396,9 +465,12 @@ def _worker(
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
 
-        # Rows without work: zeros, spread over the workers.
-        [live] = read_work(5)
-        empty = (num_places - live) * num_kv_heads
+        # Rows without work, or else padding: zeros, spread over the workers.
+        if has_place:
+            live, end = padding_ref[0][0], out_ref.shape[0]
+        else:
+            [live], end = read_work(5), num_places
+        empty = (end - live) * num_kv_heads
         todo_empty = lax.div(empty - worker + config.workers - 1, jnp.int32(config.workers))
 
         @pl.when(todo_empty > 0)
@@ -408,7 +480,9 @@ def _worker(
 
             def clear(i, _):
                 task = worker + i * config.workers
-                row = rows_ref[live + lax.div(task, jnp.int32(num_kv_heads))]
+                row = live + lax.div(task, jnp.int32(num_kv_heads))
+                if not has_place:
+                    row = rows_ref[row]
                 plgpu.copy_smem_to_gmem(
                     whole_smem.at[pl.ds(0, rows)],
                     out_ref.at[row, lax.rem(task, jnp.int32(num_kv_heads)), pl.ds(0, rows)],

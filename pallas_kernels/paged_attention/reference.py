@@ -52,12 +52,14 @@ def attend(
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     rows_kernel: Callable[..., Array] | None = None,
+    rows_in_place: Callable[..., Array] | None = None,
     chunks_kernel: Callable[..., Array] | None = None,
 ) -> Float[Array, "T N H"]:
     """Softmax attention of each query over the cached tokens of its row, up to its own position.
 
     rows_kernel, chunks_kernel: kernels that take the place of this module's `attend_rows` and
-    `attend_chunks`.
+    `attend_chunks`. rows_in_place: does what `rows_kernel` does and zeros the step's padding, in an
+    output for all tokens, of which the chunks' are left for `chunks_kernel` to write.
     """
     rows_kernel = rows_kernel or attend_rows
     chunks_kernel = chunks_kernel or attend_chunks
@@ -72,10 +74,11 @@ def attend(
     num_rows = min(len(meta.kv_lens), len(q))  # a decode row has a token of its own
     rows = jnp.arange(num_rows)
     lens = jnp.where(rows < meta.num_decode_rows, meta.kv_lens[:num_rows], 0)
-    single = rows_kernel(
-        q[:num_rows], kv_pages, meta.page_table[:num_rows], lens, sinks=sinks, **options
-    )
-    out = jnp.zeros_like(q).at[:num_rows].set(single)
+    rows = q[:num_rows], kv_pages, meta.page_table[:num_rows], lens
+    if rows_in_place is not None:
+        out = rows_in_place(*rows, len(q), meta.query_start[-1], sinks=sinks, **options)
+    else:
+        out = jnp.zeros_like(q).at[:num_rows].set(rows_kernel(*rows, sinks=sinks, **options))
     return chunks_kernel(q, out, kv_pages, meta, sinks=sinks, **options)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import choose
-from pallas_kernels.paged_attention import AttentionSpec, paged_attention, write_kv
+from pallas_kernels.paged_attention import AttentionSpec, paged_attention, reference, write_kv
 from pallas_kernels.paged_attention.cases import Case, make_inputs
 
 # float32 sums in another order over a few hundred keys; 16-bit: the output's own rounding, at
@@ -263,6 +263,22 @@ def test_heads_over_four_devices_equal_one_device_and_move_no_cache(rows, mesh_g
     out, pages = compiled(q, k, v, kv_pages, meta, sink)
     np.testing.assert_allclose(out, expected, atol=2e-6)
     np.testing.assert_array_equal(pages, expected_pages)
+
+
+def test_rows_in_place_leave_chunks_to_be_written_and_padding_zero():
+    case = Case("", ((1, 20), (1, 9), (7, 30), (5, 5)), **SMALL, padding_rows=2, padding_tokens=3)
+    q, _, _, kv_pages, meta, _ = make_inputs(case)
+    options = {"sm_scale": 0.3, "kind": "mixed"}
+
+    def in_place(q, kv_pages, page_table, kv_lens, num_tokens, padding_from, **options):
+        rows = reference.attend_rows(q, kv_pages, page_table, kv_lens, **options)
+        out = jnp.full((num_tokens, *q.shape[1:]), 7, q.dtype).at[padding_from:].set(0)
+        return out.at[:2].set(rows[:2])
+
+    out = reference.attend(q, kv_pages, meta, rows_in_place=in_place, **options)
+    expected = reference.attend(q, kv_pages, meta, **options)
+    np.testing.assert_array_equal(out, expected)
+    assert not np.any(out[14:])
 
 
 def test_contradictions_are_refused():

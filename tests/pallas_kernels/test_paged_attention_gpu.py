@@ -76,6 +76,26 @@ def test_head_shapes_page_sizes_and_no_races(heads, kv_heads, head_dim, page_siz
     check(case, gpu_decode.Config(workers=3, stages=2, query_buffers=1), races=True)
 
 
+@pytest.mark.parametrize("workers", [1, 20])
+def test_rows_in_an_output_for_all_tokens_whose_padding_is_zeros(workers):
+    case = Case("", ((1, 200), (1, 70)), **SMALL | {"num_heads": 16}, padding_rows=1)
+    q, k, v, kv_pages, meta, _ = make_inputs(case, poison=True)
+    kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
+    options = {"sm_scale": 0.1, "sliding_window": None, "soft_cap": None, "sinks": None}
+    rows = q, kv_pages, meta.page_table, meta.kv_lens
+    config = gpu_decode.Config(workers=workers, stages=2)
+    interpret = plgpu.InterpretGPUParams()
+    attend = functools.partial(
+        gpu_decode.attend_rows_in_place, config=config, interpret=interpret, **options
+    )
+    out = jax.jit(attend, static_argnums=4)(*rows, 12, jnp.int32(7))
+    expected = reference.attend_rows(*rows, **options)
+    np.testing.assert_allclose(
+        np.asarray(out[:2], np.float32), np.asarray(expected[:2], np.float32), atol=1.6e-2
+    )
+    assert np.all(np.asarray(out[7:], np.float32) == 0)
+
+
 @pytest.mark.parametrize(("queries", "window"), [(2, None), (5, 70), (8, 1)])
 def test_several_new_tokens_a_row(queries, window):
     rows = tuple((queries, n) for n in (300, queries, 66, 128))
