@@ -238,7 +238,12 @@ def test_h200_products_spill_nothing(shape, rows, monkeypatch, capfd):
 
 @pytest.mark.parametrize(
     ("kind", "tokens", "seqs", "tensor"),
-    [("decode", 64, 64, 1), ("mixed", 512, 64, 1), ("decode", 64, 64, 2)],
+    [
+        ("decode", 64, 64, 1),
+        ("decode", 256, 256, 1),
+        ("mixed", 512, 64, 1),
+        ("decode", 64, 64, 2),
+    ],
 )
 def test_h200_step_of_an_8b_model_copies_neither_weights_nor_cache(kind, tokens, seqs, tensor):
     """The runner's own step, two layers of it."""
@@ -249,7 +254,7 @@ def test_h200_step_of_an_8b_model_copies_neither_weights_nor_cache(kind, tokens,
     runner = Runner(
         model,
         mesh,
-        Buckets((64,), (512,), 64, shape.pages),
+        Buckets((seqs,), (512,), seqs, shape.pages),
         page_size=16,
         kv_dtype=jnp.dtype(jnp.bfloat16),
         attention="gpu",
@@ -268,8 +273,10 @@ def test_h200_step_of_an_8b_model_copies_neither_weights_nor_cache(kind, tokens,
     assert kernels(text, "rotate_and_write") == LAYERS * (tensor == 1)
     assert kernels(text, "write_kv") == LAYERS * (tensor > 1)
     # Four products a layer; two norms, but for the first, which has nothing to add.
-    own = (kind, tensor) == ("decode", 1)
+    own = (kind, tokens, tensor) == ("decode", 64, 1)
     assert kernels(text, "decode_matmul") == 4 * LAYERS * own
     assert kernels(text, "add_norm") == (2 * LAYERS - 1) * (tensor == 1)
+    # Parts of products are added by what reads them.
+    assert tensor > 1 or not re.findall(r"reduce_fusion.*layer_.*dot_general", text)
     assert len(re.findall(r" scatter\(.*decode_plan", text)) == 1
     assert len(re.findall(r" or\(.*prefill_plan", text)) == (kind == "mixed")

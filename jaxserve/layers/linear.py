@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.decode_matmul.api import choose
+from pallas_kernels.decode_matmul.api import choose, xla_splits
 from pallas_kernels.decode_matmul.config import Config
 from sharding.place import Placement
 
@@ -99,8 +99,13 @@ def gated_linear(
 
 
 def _parts(x, matrix, placement) -> Float[Array, "S T outputs"] | None:
-    config = _config(x, matrix, placement)
-    return None if config is None else _decode_matmul(x, matrix, config)
+    if (config := _config(x, matrix, placement)) is not None:
+        return _decode_matmul(x, matrix, config)
+    splits = xla_splits(placement.device_kind, x.shape[0], matrix.shape, x.dtype)
+    if splits == 1:
+        return None
+    x, matrix = (a.reshape(len(a), splits, -1) for a in (x, matrix))
+    return jnp.einsum("TSI,OSI->STO", x, matrix, preferred_element_type=jnp.float32)
 
 
 def _decode_matmul(x, weight, config: Config, *, gated: bool = False) -> Float[Array, "..."]:

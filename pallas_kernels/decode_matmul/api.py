@@ -10,6 +10,8 @@ from pallas_kernels.decode_matmul.config import Config
 MAX_ROWS = 128
 """With more, operations cost more than bytes, and XLA's product is as fast."""
 MULTIPROCESSORS = 132
+XLA_TILE = 128
+MAX_SPLIT_ROWS, MAX_SPLIT_TILES = 256, 96
 
 # Measured on an H200 (bench/decode_matmul.py): device kind -> shape of the weight -> Config.
 TUNED: dict[str, dict[tuple[int, ...], Config]] = {
@@ -20,6 +22,22 @@ TUNED: dict[str, dict[tuple[int, ...], Config]] = {
         (4096, 14336): Config(128, 64, 4),
     }
 }
+
+
+def xla_splits(device_kind: str | None, rows: int, shape: tuple[int, ...], dtype: jnp.dtype) -> int:
+    """In how many shares of the inputs a device multiplies, by XLA's product, more rows than are
+    `choose`'s with a weight [N, K].
+
+    Two where its tiles leave half of the multiprocessors idle; XLA splits such products by itself,
+    but adds up the parts in a kernel of their own (12 us a layer of an 8B Llama at 256 rows, H200).
+    """
+    outputs, inputs = shape
+    if device_kind is None or not dispatch.is_hopper(device_kind) or rows <= MAX_ROWS:
+        return 1
+    if rows > MAX_SPLIT_ROWS or dtype not in (jnp.bfloat16, jnp.float16) or inputs % 128:
+        return 1
+    tiles = -(-rows // XLA_TILE) * -(-outputs // XLA_TILE)
+    return 2 if tiles <= MAX_SPLIT_TILES else 1
 
 
 @functools.cache

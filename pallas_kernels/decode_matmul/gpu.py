@@ -36,6 +36,7 @@ plgpu: Any = mosaic_gpu  # whose annotations call its transforms abstract and it
 
 BLOCK_M = 64  # rows of a wgmma
 AHEAD = 8  # copies of weights that are sent before the kernel ahead has ended
+LAST = 4  # copies that are still to be sent when the next kernel may start
 
 
 # Behind a jit of its own, so that a model's layers share one lowered kernel.
@@ -188,11 +189,14 @@ def _block(
         room = jnp.minimum(count, stages)
         ahead = jnp.minimum(count, min(stages, AHEAD))
         lax.fori_loop(0, ahead, load_weight, ())
-        allow_next(interpret)
         wait_for_inputs(interpret)
         lax.fori_loop(0, ahead, load_rows, ())
         lax.fori_loop(ahead, room, load_both, ())
-        lax.fori_loop(room, count, load, ())
+        # The next kernel's first weights are not to hold up this one's, but to follow the last.
+        last = jnp.maximum(count - LAST, room)
+        lax.fori_loop(room, last, load, ())
+        allow_next(interpret)
+        lax.fori_loop(last, count, load, ())
 
         # Leave only when all that was sent has been consumed.
         def drain(i, _):

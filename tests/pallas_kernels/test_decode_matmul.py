@@ -1,13 +1,17 @@
 """Products of few rows: the GPU kernel in Pallas's interpreter against NumPy, and how work is
 cut."""
 
+import types
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
 from jaxserve.layers import norm
-from pallas_kernels.decode_matmul.api import MAX_ROWS, MULTIPROCESSORS, choose
+from jaxserve.layers.linear import linear, linear_in_parts
+from pallas_kernels.decode_matmul.api import MAX_ROWS, MULTIPROCESSORS, choose, xla_splits
 from pallas_kernels.decode_matmul.gpu import Config, decode_matmul
 
 INTERPRET = mosaic_gpu.InterpretGPUParams()
@@ -83,6 +87,43 @@ def test_every_weight_is_cut_into_blocks_that_fit(shape, rows):
 )
 def test_what_is_left_to_xla(device, rows, shape, dtype):
     assert choose(device, rows, shape, jnp.dtype(dtype)) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "shape", "dtype", "splits"),
+    [
+        ("NVIDIA H200", 256, (6144, 4096), "bfloat16", 2),
+        ("NVIDIA H200", MAX_ROWS + 1, (4096, 14336), "float16", 2),
+        ("NVIDIA H200", MAX_ROWS, (4096, 4096), "bfloat16", 1),
+        ("NVIDIA H200", 256, (6272, 4096), "bfloat16", 1),  # tiles for 98 multiprocessors
+        ("NVIDIA H200", 384, (4096, 4096), "bfloat16", 1),
+        ("NVIDIA H200", 256, (4096, 4160), "bfloat16", 1),
+        ("NVIDIA H200", 256, (4096, 4096), "float32", 1),
+        ("NVIDIA A100-SXM4-80GB", 256, (4096, 4096), "bfloat16", 1),
+        ("cpu", 256, (4096, 4096), "bfloat16", 1),
+        (None, 256, (4096, 4096), "bfloat16", 1),
+    ],
+)
+def test_xla_splits_inputs_where_its_tiles_leave_multiprocessors_idle(
+    device, rows, shape, dtype, splits
+):
+    assert xla_splits(device, rows, shape, jnp.dtype(dtype)) == splits
+
+
+def test_parts_of_xla_add_up_to_the_product():
+    x, weight = arrays(MAX_ROWS + 2, (2, 3, 256))
+    placement: Any = types.SimpleNamespace(device_kind="NVIDIA H200", on_cpu=False)
+    parts = linear_in_parts(x, weight, placement)
+    assert parts.shape == (2, MAX_ROWS + 2, 2, 3)
+    assert parts.dtype == jnp.float32
+    wide, matrix = np.asarray(x, np.float32), np.asarray(weight, np.float32)
+    expected = np.einsum("TI,ABI->TAB", wide, matrix)
+    np.testing.assert_allclose(np.asarray(parts).sum(0), expected, rtol=1e-4, atol=1e-4)
+    half = np.einsum("TI,ABI->TAB", wide[:, :128], matrix[:, :, :128])
+    np.testing.assert_allclose(parts[0], half, rtol=1e-4, atol=1e-4)
+    whole = linear(x, weight, placement)
+    assert whole.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(whole, np.float32), expected, rtol=1e-2, atol=0.05)
 
 
 def test_the_layers_take_parts_for_the_sum_they_are():
