@@ -410,13 +410,10 @@ def _worker(
             def load(i, _):
                 stage = slot_of(done + i, config.stages)
                 token = (block + i) * BLOCK
-                # Past the row's last page: that page again, to be masked.
+                first_page = lax.div(token, jnp.int32(page_size))
+                in_block = range(max(1, BLOCK // page_size))
                 pages = [
-                    page_table_ref[
-                        row,
-                        jnp.minimum(lax.div(token, jnp.int32(page_size)) + p, last_page),
-                    ]
-                    for p in range(max(1, BLOCK // page_size))
+                    page_table_ref[row, jnp.minimum(first_page + p, last_page)] for p in in_block
                 ]
                 copied = min(BLOCK, page_size)
                 offset = lax.rem(token, jnp.int32(page_size)) if page_size > BLOCK else 0
@@ -429,11 +426,23 @@ def _worker(
                     def _(free=free):
                         plgpu.barrier_wait(free.at[stage])
 
-                    for p, page in enumerate(pages):
-                        plgpu.copy_gmem_to_smem(
-                            kv_ref.at[page, pl.ds(offset, copied), 2 * head + part],
-                            smem.at[stage, pl.ds(p * copied, copied)],
-                            full.at[stage],
+                    for p in in_block:
+
+                        def copy(p=p, part=part, smem=smem, full=full):
+                            plgpu.copy_gmem_to_smem(
+                                kv_ref.at[pages[p], pl.ds(offset, copied), 2 * head + part],
+                                smem.at[stage, pl.ds(p * copied, copied)],
+                                full.at[stage],
+                            )
+
+                        if p == 0:
+                            copy()
+                            continue
+                        # Past the row's last page nothing is read, and what lies there masked.
+                        is_used = first_page + p <= last_page
+                        pl.when(is_used)(copy)
+                        pl.when(jnp.logical_not(is_used))(
+                            lambda full=full: plgpu.barrier_arrive(full.at[stage])
                         )
                 return ()
 
