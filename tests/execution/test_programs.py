@@ -343,7 +343,7 @@ def test_second_start_traces_nothing_and_is_the_same(tmp_path, monkeypatch):
     # where an earlier run of the tests kept its programs, these are found already
     *first, counts = start()
     num_programs = counts.num_found + counts.num_traced
-    monkeypatch.setattr(Program, "lower", lambda self: pytest.fail(f"{self.name} is traced"))
+    monkeypatch.setattr(Program, "lower", lambda self, _: pytest.fail(f"{self.name} is traced"))
     *second, counts = start()
     assert (counts.num_found, counts.num_traced) == (num_programs, 0)
     assert second == first
