@@ -19,6 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jaxserve.config import MeshConfig
 from jaxserve.execution import lowering
 from jaxserve.execution.buckets import Buckets, StepShape
+from jaxserve.execution.programs import Exported
 from jaxserve.execution.runner import Runner
 from jaxserve.models import registry
 from pallas_kernels.add_norm.gpu import add_norm
@@ -299,6 +300,10 @@ def test_h200_step_that_another_process_lowered_compiles_to_the_same(kind, tenso
     runner = source.runner()
     runner.num_pages = 8192
     program = runner.step_program(shape)
+    # nothing of a process shows in it: what was lowered before, or when
+    again = [Exported(program.export("cuda"), 0.0) for _ in range(2)]
+    texts = [program.lower(each).as_text() for each in (exported, *again)]
+    assert texts[0] == texts[1] == texts[2]
     theirs, ours = program.lower(exported).compile(), program.lower().compile()
 
     def operations(compiled):

@@ -210,11 +210,17 @@ def make_lowerers(
     count = min(lowering.num_processes(attention), len(buckets.steps()))
     if not count:
         return None
+    try:
+        topology = lowering.describe(devices)
+    # Of a plugin that can't, with whatever it raises.
+    except Exception as error:
+        log.warning("no processes lower steps, as the devices can't be described: %s", error)
+        return None
     source = lowering.StepSource(
         config=files.config,
         mesh=config.mesh,
         platform="cuda" if devices[0].platform == "gpu" else devices[0].platform,
-        topology=lowering.describe(devices),
+        topology=topology,
         layout=config.layout,
         dtype=jnp.dtype(dtype).name,
         buckets=buckets,

@@ -117,21 +117,20 @@ class Lowerers:
             if not self._is_started and not self._is_closed:
                 self._is_started = True
                 self._start()
-        if not self._processes:
-            return None
-        process = self._idle.get()
-        try:
-            if not self._has_failed and not self._is_closed:
-                _send(process.stdin, (shape, num_pages))
-                answer = pickle.load(process.stdout)  # pyright: ignore[reportArgumentType]
-                if isinstance(answer, Exported):
-                    return answer
-                self._fail(answer)
-        # Whatever it is, the engine can do without.
-        except Exception as error:
-            self._fail(repr(error))
-        finally:
-            self._idle.put(process)
+        if self._processes:
+            process = self._idle.get()
+            try:
+                if not self._has_failed and not self._is_closed:
+                    _send(process.stdin, (shape, num_pages))
+                    answer = pickle.load(process.stdout)  # pyright: ignore[reportArgumentType]
+                    if isinstance(answer, Exported):
+                        return answer
+                    self._fail(answer)
+            # Whatever it is, the engine can do without.
+            except Exception as error:
+                self._fail(repr(error))
+            finally:
+                self._idle.put(process)
         if self._is_closed:
             raise concurrent.futures.CancelledError
         return None
@@ -163,8 +162,9 @@ class Lowerers:
                 self._processes.append(process)
                 self._idle.put(process)
                 _send(process.stdin, self._source)
-        except OSError as error:
-            self._fail(str(error))
+        # Whatever it is, the engine can do without.
+        except Exception as error:
+            self._fail(repr(error))
 
     def _fail(self, what: str) -> None:
         if not self._has_failed and not self._is_closed:

@@ -14,6 +14,8 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import heapq
+import itertools
 import logging
 import os
 import pathlib
@@ -160,8 +162,8 @@ class Programs:
             self._compiler = (_software(), _hardware(self._devices), variables)
             self._code = _code()
         self._lock = threading.Lock()
-        self._working = threading.Semaphore(NUM_THREADS)
-        """The others wait for what is lowered elsewhere."""
+        self._slots = Slots(NUM_THREADS)
+        """Of threads that work; the others wait for what is lowered elsewhere."""
         self._tracing = threading.Lock()
         """Threads that trace at once only take the interpreter from each other, and then all begin
         to compile at the end."""
@@ -184,13 +186,15 @@ class Programs:
         """The compiled program. Threads may call it at the same time: so many that NUM_THREADS of
         them work while others wait for a program that is lowered elsewhere."""
         key = None
+        # what is lowered elsewhere comes late, takes longest, and must not wait for all the others
+        rank = 1 if program.elsewhere is None else 0
         if self._folder is not None:
             key = self._folder / f"{self._hash(self._code, program.identity())}.key"
-            with self._working:
+            with self._slots.take(rank):
                 if compiled := self._find(key):
                     return compiled
         exported = program.elsewhere() if program.elsewhere is not None else None
-        with self._working:
+        with self._slots.take(rank):
             return self._make(program, exported, key)
 
     def _find(self, key: pathlib.Path) -> jax.stages.Compiled | None:
@@ -302,6 +306,33 @@ class Programs:
         with self._lock:
             for name, value in more.items():
                 setattr(self.counts, name, getattr(self.counts, name) + value)
+
+
+class Slots:
+    """Lets so many threads at a time do something; of those that wait, the lowest rank first, and
+    of one rank whoever came first."""
+
+    def __init__(self, count: int):
+        self._free = count
+        self._waiting: list[tuple[int, int]] = []
+        self._tickets = itertools.count()
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, rank: int) -> Iterator[None]:
+        with self._changed:
+            place = rank, next(self._tickets)
+            heapq.heappush(self._waiting, place)
+            self._changed.wait_for(lambda: self._free and self._waiting[0] == place)
+            heapq.heappop(self._waiting)
+            self._free -= 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
 
 
 def prune(folder: pathlib.Path, max_bytes: int) -> None:
