@@ -15,6 +15,7 @@ from jaxserve.config import MeshConfig
 from jaxserve.execution import lowering
 from jaxserve.execution.buckets import Buckets
 from jaxserve.execution.programs import Program
+from jaxserve.memory import kv_cache
 
 PROMPT = [1, 2, 3]
 
@@ -69,6 +70,22 @@ def test_engine_whose_steps_other_processes_lowered_is_the_same(make, monkeypatc
     steps = sorted(by_other for name, by_other in seen if name.startswith("forward"))
     assert steps == [True] * len(expected[2])
     assert not any(by_other for name, by_other in seen if not name.startswith("forward"))
+
+
+def test_steps_are_lowered_anew_where_the_largest_needs_more_memory(make, monkeypatch):
+    options = {"tensor": 1, "num_pages": None}
+    runner = make(0, **options).runner
+    largest = max(runner._steps, key=lambda shape: (shape.tokens, shape.kind))
+    temporary = runner._steps[largest].memory_analysis().temp_size_in_bytes
+    usable = runner._weight_bytes + runner._slot_bytes + 4 * temporary  # an eighth is half of it
+    monkeypatch.setattr(kv_cache, "usable_bytes", lambda device, fraction: usable)
+    expected = make(0, **options)
+    seen = watch(monkeypatch)
+    driver = make(2, **options)
+    assert [by_other for name, by_other in seen if name.startswith("forward")].count(True) > 2
+    assert len(driver.runner._steps) == 2
+    assert driver.runner.num_pages == expected.runner.num_pages
+    assert driver.generate([PROMPT]) == expected.generate([PROMPT])
 
 
 def test_start_that_finds_its_programs_has_no_processes(make, tmp_path, monkeypatch):
