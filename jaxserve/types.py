@@ -735,8 +735,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgramCounts(msgspec.Struct):
-    """Where an engine's compiled programs came from, and the seconds that threads spent on them,
-    added up."""
+    """Where an engine's compiled programs came from, and the seconds that threads and processes
+    spent on them, added up."""
 
     num_found: int = 0
     """Kept by an earlier start: neither traced nor compiled."""
@@ -745,7 +745,7 @@ class ProgramCounts(msgspec.Struct):
     """Of those traced; the others were kept under another version of the code."""
     read_s: float = 0.0
     trace_s: float = 0.0
-    """Tracing and lowering, which is Python: one program at a time."""
+    """Tracing and lowering."""
     compile_s: float = 0.0
 
 

@@ -3,6 +3,7 @@ libtpu; `make test-aot` installs both. tests/fixtures/h200.txtpb describes the c
 `client.get_topology_for_devices(jax.devices()).target_config`, read on one.
 """
 
+import collections
 import functools
 import json
 import pathlib
@@ -16,7 +17,9 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import MeshConfig
+from jaxserve.execution import lowering
 from jaxserve.execution.buckets import Buckets, StepShape
+from jaxserve.execution.programs import Exported
 from jaxserve.execution.runner import Runner
 from jaxserve.models import registry
 from pallas_kernels.add_norm.gpu import add_norm
@@ -280,3 +283,48 @@ def test_h200_step_of_an_8b_model_copies_neither_weights_nor_cache(kind, tokens,
     assert tensor > 1 or not re.findall(r"reduce_fusion.*layer_.*dot_general", text)
     assert len(re.findall(r" scatter\(.*decode_plan", text)) == 1
     assert len(re.findall(r" or\(.*prefill_plan", text)) == (kind == "mixed")
+
+
+@pytest.mark.parametrize(("kind", "tensor"), [("mixed", 1), ("decode", 2)])
+def test_h200_step_that_another_process_lowered_compiles_to_the_same(kind, tensor):
+    source = lowering.StepSource(
+        config=json.loads(LLAMA_8B.read_text()) | {"num_hidden_layers": LAYERS},
+        mesh=MeshConfig(tensor=tensor),
+        platform="cuda",
+        topology=lowering.describe(h200(tensor)),
+        layout="tensor",
+        dtype="bfloat16",
+        buckets=Buckets((64,), (256,), 64, 256),
+        page_size=16,
+        attention="gpu",
+        embeddings=False,
+    )
+    [shape] = [shape for shape in source.buckets.steps() if shape.kind == kind]
+    lowerers = lowering.Lowerers(source, 1)
+    exported = lowerers.export(shape, 8192)
+    lowerers.close()
+    assert exported is not None
+    runner = source.runner()
+    runner.num_pages = 8192
+    program = runner.step_program(shape)
+    # nothing of a process shows in it: what was lowered before, or when
+    again = [Exported(program.export("cuda"), 0.0) for _ in range(2)]
+    texts = [program.lower(each).as_text() for each in (exported, *again)]
+    assert texts[0] == texts[1] == texts[2]
+    theirs, ours = program.lower(exported).compile(), program.lower().compile()
+
+    def operations(compiled):
+        """What the step runs, and how often."""
+        entry = compiled.as_text().split("\nENTRY")[1]
+        found = collections.Counter(re.findall(r" ([a-z][a-z-]*)\(", entry))
+        del found["parameter"]  # their step has those that nothing uses, too
+        return found
+
+    assert operations(theirs) == operations(ours)
+    for name in ("paged_decode", "rotate_and_write", "decode_matmul", "add_norm"):
+        assert kernels(theirs.as_text(), name) == kernels(ours.as_text(), name)
+    for name in ("alias_size_in_bytes", "output_size_in_bytes"):
+        assert getattr(theirs.memory_analysis(), name) == getattr(ours.memory_analysis(), name)
+    temporary = [c.memory_analysis().temp_size_in_bytes for c in (theirs, ours)]
+    assert temporary[0] == pytest.approx(temporary[1], rel=0.001)
+    assert theirs.output_shardings == ours.output_shardings

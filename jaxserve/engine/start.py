@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxserve import messages
 from jaxserve.config import EngineConfig, cache_dir, compiler_environment
 from jaxserve.constrained.compiler import Grammars
 from jaxserve.engine.loop import Engine
+from jaxserve.execution import lowering
 from jaxserve.execution.buckets import Buckets
 from jaxserve.execution.programs import Programs, make_private
 from jaxserve.execution.runner import Runner
@@ -58,20 +59,22 @@ def start(config: EngineConfig, link: messages.EngineEnd) -> Engine:
 
     limits = decide_limits(config, model.config.max_position_embeddings, platform)
     attention = choose_attention(config, model, devices[0])
+    buckets = Buckets.choose(
+        platform=platform,
+        max_num_seqs=limits.max_num_seqs,
+        max_batched_tokens=limits.max_batched_tokens,
+        pages=-(-limits.max_model_len // config.page_size),
+    )
     runner = Runner(
         model,
         mesh,
-        Buckets.choose(
-            platform=platform,
-            max_num_seqs=limits.max_num_seqs,
-            max_batched_tokens=limits.max_batched_tokens,
-            pages=-(-limits.max_model_len // config.page_size),
-        ),
+        buckets,
         page_size=config.page_size,
         kv_dtype=jnp.dtype(dtype),
         attention=attention,
         embeddings=config.embeddings,
         programs=Programs(devices, program_folder(config), compiler_environment()),
+        lowerers=make_lowerers(config, files, devices, dtype, buckets, attention),
     )
     tell(
         "setup", f"{files.name} on {mesh.size} x {devices[0].device_kind}, {jnp.dtype(dtype).name}"
@@ -193,6 +196,39 @@ def choose_attention(
     if reason := dispatch.unsupported(config.attention, device.platform, spec):
         raise ConfigError(f"attention is {config.attention!r}, which can't do {reason}")
     return config.attention
+
+
+def make_lowerers(
+    config: EngineConfig,
+    files: ModelFiles,
+    devices: Sequence[Any],
+    dtype: jnp.dtype,
+    buckets: Buckets,
+    attention: Implementation,
+) -> lowering.Lowerers | None:
+    """Processes that lower the steps, where that is worth while."""
+    count = min(lowering.num_processes(attention), len(buckets.steps()))
+    if not count:
+        return None
+    try:
+        topology = lowering.describe(devices)
+    # Of a plugin that can't, with whatever it raises.
+    except Exception as error:
+        log.warning("no processes lower steps, as the devices can't be described: %s", error)
+        return None
+    source = lowering.StepSource(
+        config=files.config,
+        mesh=config.mesh,
+        platform="cuda" if devices[0].platform == "gpu" else devices[0].platform,
+        topology=topology,
+        layout=config.layout,
+        dtype=jnp.dtype(dtype).name,
+        buckets=buckets,
+        page_size=config.page_size,
+        attention=attention,
+        embeddings=config.embeddings,
+    )
+    return lowering.Lowerers(source, count)
 
 
 def find_devices(config: EngineConfig) -> list[Any]:

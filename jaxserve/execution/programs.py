@@ -14,6 +14,8 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import heapq
+import itertools
 import logging
 import os
 import pathlib
@@ -23,9 +25,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax import export
 from jax.experimental import serialize_executable
 
 from jaxserve.types import ProgramCounts
@@ -35,6 +38,9 @@ log = logging.getLogger(__name__)
 FORMAT = b"jaxserve program 1\n"
 MAX_BYTES = 4 << 30
 """Of all kept programs; the least recently used are removed first."""
+
+NUM_THREADS = min(16, max(4, os.cpu_count() or 4))
+"""That compile or read programs at the same time."""
 
 JAX_CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -67,6 +73,15 @@ NO_MATTER = (
 """Beginnings of the names of JAX's settings that do not."""
 
 
+class Exported(NamedTuple):
+    """A program that was lowered elsewhere."""
+
+    data: bytes
+    """A serialised jax.export.Exported."""
+    seconds: float
+    """That this took."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """What is to be compiled, and all that decides it."""
@@ -84,13 +99,34 @@ class Program:
     """Of float32 products, where JAX's own is not wanted."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The compiler's."""
+    elsewhere: Callable[[], Exported | None] | None = None
+    """Lowers it in another process, and waits for that; None: it couldn't."""
 
-    def lower(self) -> jax.stages.Lowered:
-        function = functools.partial(self.function)
-        function.__name__ = self.name  # type: ignore[attr-defined]
-        jitted = jax.jit(function, donate_argnums=self.donate, out_shardings=self.out_shardings)
+    def lower(self, exported: Exported | None = None) -> jax.stages.Lowered:
+        """`exported`: what `elsewhere` gave; little is left to do then."""
+        function = (
+            self.function if exported is None else export.deserialize(bytearray(exported.data)).call
+        )
+        jitted = jax.jit(
+            self._named(function), donate_argnums=self.donate, out_shardings=self.out_shardings
+        )
         with jax.default_matmul_precision(self.precision):
             return jitted.lower(*self.arguments)
+
+    def export(self, platform: str) -> bytes:
+        """Lowers it for an engine in another process. `platform`: as jax.export names it."""
+        # which is stable enough between two processes of one installation
+        checks = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+        # What calls it says how its results lie: said twice, a mesh gathers weights to follow it.
+        jitted = jax.jit(self._named(self.function), donate_argnums=self.donate)
+        exporting = export.export(jitted, platforms=[platform], disabled_checks=checks)
+        with jax.default_matmul_precision(self.precision):
+            return bytes(exporting(*self.arguments).serialize())
+
+    def _named(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        named = functools.partial(function)
+        named.__name__ = self.name  # type: ignore[attr-defined]
+        return named
 
     def identity(self) -> tuple[Any, ...]:
         """All of it but the code, which `Programs` hashes."""
@@ -126,6 +162,8 @@ class Programs:
             self._compiler = (_software(), _hardware(self._devices), variables)
             self._code = _code()
         self._lock = threading.Lock()
+        self._slots = Slots(NUM_THREADS)
+        """Of threads that work; the others wait for what is lowered elsewhere."""
         self._tracing = threading.Lock()
         """Threads that trace at once only take the interpreter from each other, and then all begin
         to compile at the end."""
@@ -145,17 +183,36 @@ class Programs:
             prune(self._folder, MAX_BYTES)
 
     def get(self, program: Program) -> jax.stages.Compiled:
-        """The compiled program. Threads may call it at the same time."""
-        if self._folder is None:
-            return self._compile(program, self._lower(program))
-        key = self._folder / f"{self._hash(self._code, program.identity())}.key"
+        """The compiled program. Threads may call it at the same time: so many that NUM_THREADS of
+        them work while others wait for a program that is lowered elsewhere."""
+        key = None
+        # what is lowered elsewhere comes late, takes longest, and must not wait for all the others
+        rank = 1 if program.elsewhere is None else 0
+        if self._folder is not None:
+            key = self._folder / f"{self._hash(self._code, program.identity())}.key"
+            with self._slots.take(rank):
+                if compiled := self._find(key):
+                    return compiled
+        exported = program.elsewhere() if program.elsewhere is not None else None
+        with self._slots.take(rank):
+            return self._make(program, exported, key)
+
+    def _find(self, key: pathlib.Path) -> jax.stages.Compiled | None:
         with contextlib.suppress(OSError):
-            if compiled := self._load(self._folder / key.read_text()):
+            if compiled := self._load(key.parent / key.read_text()):
                 _touch(key)
                 self._count(num_found=1)
                 return compiled
-        lowered = self._lower(program)
-        path = self._folder / f"{self._hash(*_lowered_identity(program, lowered))}.program"
+        return None
+
+    def _make(
+        self, program: Program, exported: Exported | None, key: pathlib.Path | None
+    ) -> jax.stages.Compiled:
+        """`key`: where its name is to be written; None: it isn't kept."""
+        lowered = self._lower(program, exported)
+        if key is None:
+            return self._compile(program, lowered)
+        path = key.parent / f"{self._hash(*_lowered_identity(program, lowered))}.program"
         compiled = self._load(path)
         if compiled is None:
             compiled = self._compile(program, lowered)
@@ -166,11 +223,12 @@ class Programs:
         self._write(key, path.name.encode())
         return compiled
 
-    def _lower(self, program: Program) -> jax.stages.Lowered:
+    def _lower(self, program: Program, exported: Exported | None) -> jax.stages.Lowered:
         with self._tracing:
             started = time.monotonic()
-            lowered = program.lower()
-            self._count(num_traced=1, trace_s=time.monotonic() - started)
+            lowered = program.lower(exported)
+            elsewhere_s = 0.0 if exported is None else exported.seconds
+            self._count(num_traced=1, trace_s=time.monotonic() - started + elsewhere_s)
         return lowered
 
     def _compile(self, program: Program, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -248,6 +306,33 @@ class Programs:
         with self._lock:
             for name, value in more.items():
                 setattr(self.counts, name, getattr(self.counts, name) + value)
+
+
+class Slots:
+    """Lets so many threads at a time do something; of those that wait, the lowest rank first, and
+    of one rank whoever came first."""
+
+    def __init__(self, count: int):
+        self._free = count
+        self._waiting: list[tuple[int, int]] = []
+        self._tickets = itertools.count()
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, rank: int) -> Iterator[None]:
+        with self._changed:
+            place = rank, next(self._tickets)
+            heapq.heappush(self._waiting, place)
+            self._changed.wait_for(lambda: self._free and self._waiting[0] == place)
+            heapq.heappop(self._waiting)
+            self._free -= 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
 
 
 def prune(folder: pathlib.Path, max_bytes: int) -> None:

@@ -8,7 +8,6 @@ sampled tokens.
 import concurrent.futures
 import dataclasses
 import functools
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.execution import sampling, slot_state, step, token_masks
 from jaxserve.execution.buckets import Buckets, SampleKind, SampleShape, StepShape
-from jaxserve.execution.programs import Program, Programs
+from jaxserve.execution.lowering import Lowerers
+from jaxserve.execution.programs import NUM_THREADS, Exported, Program, Programs
 from jaxserve.memory import kv_cache
 from jaxserve.models.registry import BuiltModel
 from jaxserve.scheduler.sequence import Batch, Row
@@ -94,14 +94,16 @@ class Runner:
         attention: Implementation,
         embeddings: bool = False,
         programs: Programs | None = None,
+        lowerers: Lowerers | None = None,
     ):
         """`embeddings`: mixed steps give what `Pending.pooled` holds. `programs`: compiles, and may
-        keep what it compiled."""
+        keep what it compiled. `lowerers`: lower steps; `compile` closes them."""
         self.model = model
         self.buckets = buckets
         self.page_size = page_size
         self.num_pages = 0
         self.programs = programs or Programs()
+        self._lowerers = lowerers
         self._mesh = mesh
         self._attention: Implementation = attention
         self._kv_dtype = kv_dtype
@@ -162,16 +164,19 @@ class Runner:
         rest.append((self._compile_start_row, None, "row start"))
         left = usable_bytes - self._weight_bytes - self._slot_bytes
         reserve = left // 8
-        workers = min(16, max(4, os.cpu_count() or 4))
+        # beside those that work, one for each step that is lowered elsewhere
+        num_threads = NUM_THREADS + (len(steps) if self._lowerers else 0)
         progress(str(steps[0]), 0, len(steps) + len(rest))
-        with self.programs.open(), concurrent.futures.ThreadPoolExecutor(workers) as threads:
+        with self.programs.open(), concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
             try:
+                others: dict[concurrent.futures.Future[None], str] = {}
                 while True:
                     if num_pages is None:
                         self.num_pages = self._pages_beside(reserve, left, most_kv_bytes)
                     else:
                         self.num_pages = num_pages
                     sent = {threads.submit(self._compile_step, s): str(s) for s in steps}
+                    others = others or {threads.submit(f, what): shown for f, what, shown in rest}
                     if num_pages is not None:
                         break
                     next(iter(sent)).result()
@@ -181,14 +186,21 @@ class Runner:
                     reserve = int(temporary * 1.1)
                     for future in sent:
                         future.cancel()
+                    self.num_pages = 0  # so those that are lowered elsewhere go no further
                     concurrent.futures.wait(sent)
-                sent |= {threads.submit(function, what): shown for function, what, shown in rest}
+                sent |= others
                 for count, future in enumerate(concurrent.futures.as_completed(sent), start=1):
                     future.result()
                     progress(sent[future], count, len(sent))
             except BaseException:
+                self._close_lowerers()
                 threads.shutdown(cancel_futures=True)
                 raise
+        self._close_lowerers()
+
+    def _close_lowerers(self) -> None:
+        if self._lowerers is not None:
+            self._lowerers.close()
 
     @property
     def _weight_bytes(self) -> int:
@@ -397,7 +409,17 @@ class Runner:
             out_shardings=(self._replicated, self._kv_sharding, *self._pooled_sharding(shape)),
             precision=self._precision,
             options=compiler_options(self._mesh.devices.flat[0].platform, shape),
+            elsewhere=self._lowerers
+            and functools.partial(self._lower_elsewhere, self._lowerers, shape, self.num_pages),
         )
+
+    def _lower_elsewhere(
+        self, lowerers: Lowerers, shape: StepShape, num_pages: int
+    ) -> Exported | None:
+        exported = lowerers.export(shape, num_pages)
+        if self.num_pages != num_pages:  # `compile` has begun anew
+            raise concurrent.futures.CancelledError
+        return exported
 
     def _num_rows(self, shape: StepShape) -> int:
         """Of a step's output: logits of a decode step, hidden states of a mixed one."""

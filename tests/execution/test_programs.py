@@ -1,10 +1,13 @@
 """Compiled programs kept on disk: what is found is what would have been compiled, and nothing
 else."""
 
+import contextlib
 import functools
 import gc
 import logging
 import os
+import threading
+import time
 
 import engines
 import jax
@@ -268,6 +271,28 @@ def test_what_jax_kept_is_not_kept_again(folder, monkeypatch):
     assert len(list(folder.iterdir())) == 2
 
 
+def test_slots_go_to_the_lowest_rank_and_then_to_who_came_first():
+    slots, order = programs.Slots(2), []
+
+    def work(name, rank):
+        with slots.take(rank):
+            order.append(name)
+
+    with contextlib.ExitStack() as both:
+        both.enter_context(slots.take(1))
+        with slots.take(1):
+            threads = []
+            for name, rank in (("a", 1), ("b", 0), ("c", 1), ("d", 0)):
+                threads.append(threading.Thread(target=work, args=(name, rank)))
+                threads[-1].start()
+                while len(slots._waiting) < len(threads):
+                    time.sleep(0.001)
+            assert order == []
+        for thread in threads:  # one slot is free
+            thread.join(10)
+    assert order == ["b", "d", "a", "c"]
+
+
 def test_least_recently_used_programs_make_room(folder):
     variants = [make(square, name=name) for name in "abc"]
     for program in variants:
@@ -343,7 +368,7 @@ def test_second_start_traces_nothing_and_is_the_same(tmp_path, monkeypatch):
     # where an earlier run of the tests kept its programs, these are found already
     *first, counts = start()
     num_programs = counts.num_found + counts.num_traced
-    monkeypatch.setattr(Program, "lower", lambda self: pytest.fail(f"{self.name} is traced"))
+    monkeypatch.setattr(Program, "lower", lambda self, _: pytest.fail(f"{self.name} is traced"))
     *second, counts = start()
     assert (counts.num_found, counts.num_traced) == (num_programs, 0)
     assert second == first
