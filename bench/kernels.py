@@ -173,7 +173,7 @@ def measure(
     }
     if jax.default_backend() == "gpu":
         kernels: collections.Counter[str] = collections.Counter()
-        for name, _, duration in recorded(lambda: jax.block_until_ready(call())):
+        for name, _, duration in recorded(lambda: jax.block_until_ready(call())).kernels:
             kernels[re.sub(r"[_.]?\d+$", "", name)] += duration
         result["device_us"] = {
             name: round(total / more / 1e3, 2) for name, total in kernels.most_common(8)
