@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cache99": {"xla_cmd_buffer_trace_cache_size": 99},
     "skiptemp": {"xla_gpu_command_buffer_update_mode": "SKIP_TEMP"},
     "nodsf": {"xla_gpu_enable_dynamic_slice_fusion": False},
-    "cublas": {"xla_gpu_enable_triton_gemm": False},
+    "triton": {"xla_gpu_enable_triton_gemm": True},
 }
 
 

@@ -55,16 +55,17 @@ class SampleShape:
         return f"sample {self.kind.name.lower()} x {self.rows}"
 
 
-def ladder(low: int, high: int, dense_from: int = 32) -> list[int]:
-    """Powers of two from `low`, with the halfway points (48, 96, ...) from `dense_from` on, up to
-    and including `high`."""
+def ladder(low: int, high: int, dense_from: int = 32, densest_from: int | None = None) -> list[int]:
+    """Powers of two from `low`, with the halfway points (48, 96, ...) from `dense_from` on and the
+    quarters (80, 96, 112, ...) from `densest_from` on, up to and including `high`."""
     sizes, size = [], low
     while size < high:
-        sizes.append(size)
-        if size >= dense_from and size + size // 2 < high:
-            sizes.append(size + size // 2)
+        parts = 2 if size >= dense_from else 1
+        if densest_from is not None and size >= densest_from:
+            parts = 4
+        sizes += range(size, 2 * size, size // parts)
         size *= 2
-    return [*sizes, high]
+    return [*(size for size in sizes if size < high), high]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +85,15 @@ class Buckets:
     ) -> "Buckets":
         """On a CPU a step costs what its padded tokens cost, and a shape seconds to compile.
 
-        Elsewhere some rows of logits more cost next to nothing, and programs to compile a start.
+        Elsewhere some rows of logits more cost next to nothing, and programs to compile a start;
+        rows of a decode step cost little up to 64, which take as long as their weights to read.
         """
         if platform == "cpu":
             sizes = [t for t in (16, 32, 64, 128) if t < max_batched_tokens]
             sizes += ladder(256, max_batched_tokens) if max_batched_tokens > 256 else []
             tokens = tuple(sorted({*sizes, max_batched_tokens}))
             return cls(tuple(ladder(1, max_num_seqs)), tokens, max_num_seqs, pages)
-        seqs = ladder(1, max_num_seqs)
+        seqs = ladder(1, max_num_seqs, densest_from=64)
         tokens = ladder(min(256, max_batched_tokens), max_batched_tokens, dense_from=1024)
         powers = ladder(32, max_num_seqs, dense_from=max_num_seqs)
         rows = (8, *powers) if max_num_seqs > 8 else (max_num_seqs,)

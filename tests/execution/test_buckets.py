@@ -1,6 +1,29 @@
 """Which shapes are compiled, and which of them a batch runs in."""
 
-from jaxserve.execution.buckets import Buckets
+import pytest
+
+from jaxserve.execution.buckets import Buckets, ladder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ((1, 8), [1, 2, 4, 8]),
+        ((1, 100), [1, 2, 4, 8, 16, 32, 48, 64, 96, 100]),
+        ((256, 4096, 1024), [256, 512, 1024, 1536, 2048, 3072, 4096]),
+        ((32, 200, 32, 64), [32, 48, 64, 80, 96, 112, 128, 160, 192, 200]),
+        ((64, 64), [64]),
+    ],
+)
+def test_sizes_grow_by_parts_of_powers_of_two(arguments, sizes):
+    assert ladder(*arguments) == sizes
+
+
+def test_more_decode_rows_than_64_are_padded_by_a_quarter_at_most():
+    gpu = Buckets.choose(platform="gpu", max_num_seqs=512, max_batched_tokens=4096, pages=16)
+    assert gpu.decode_seqs[-8:] == (160, 192, 224, 256, 320, 384, 448, 512)
+    for rows in range(65, 513):
+        assert gpu.step("decode", rows, rows).seqs < 1.25 * rows
 
 
 def test_logits_are_padded_to_few_sizes_where_rows_are_cheap():
