@@ -215,9 +215,10 @@ def check_token_ids(field: str, given: Sequence[int], vocab_size: int) -> list[i
     token_ids = list(given)
     if not token_ids:
         raise InvalidRequest(field, "is empty; allowed: one token or more")
-    for token_id in token_ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise InvalidRequest(field, f"has {token_id!r}; allowed: token ids")
+    if set(map(type, token_ids)) != {int}:  # at once: a prompt's first token waits for this
+        for token_id in token_ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise InvalidRequest(field, f"has {token_id!r}; allowed: token ids")
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(field, f"has token id {token_id}; allowed: 0 to {vocab_size - 1}")

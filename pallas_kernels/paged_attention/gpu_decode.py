@@ -452,6 +452,7 @@ def _worker(
 
         *start, row, length = read_work(0, 1, 2, 7, 8)
         lax.fori_loop(0, segments, segment, (*start, jnp.int32(0), row, length))
+        allow_next(interpret)  # not before: its first reads would hold up the ones above
 
         [count] = read_work(3)
 
@@ -641,7 +642,6 @@ def _worker(
 
         start = read_work(0, 1, 2)
         lax.fori_loop(0, segments, segment, (*start, jnp.int32(0)))
-        allow_next(interpret)  # not before: its first reads would hold up the ones above
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
