@@ -1,6 +1,7 @@
-"""In which order waiting sequences are admitted: one function per policy.
+"""In which order waiting sequences are admitted, one function per policy; and which of those running
+keep their pages when there are too few, by URGENCY.
 
-Each gets the waiting sequences, preempted ones first and then by arrival, and a function that says
+Each function gets the waiting sequences, preempted ones first and then by arrival, and a function that says
 how many pages of one the prefix cache has. It returns a list of its own in the order of admission.
 The first that can't be admitted ends a round, so nothing that is small overtakes what is large for
 being small.
@@ -47,3 +48,10 @@ def priority(waiting: list[Sequence], num_matched: Callable[[Sequence], int]) ->
 
 
 POLICIES: dict[str, Policy] = {"fcfs": fcfs, "longest-prefix": longest_prefix, "priority": priority}
+
+URGENCY: dict[str, Callable[[Sequence], int]] = {
+    "fcfs": lambda _: 0,
+    "longest-prefix": lambda _: 0,
+    "priority": attrgetter("request.priority"),
+}
+"""Of a running sequence: the highest number is preempted first, and of equals the newest."""

@@ -11,12 +11,13 @@ flight still uses them: the device runs steps in order, so whatever the old hold
 one overwrites before it reads.
 """
 
+import bisect
 import dataclasses
 from collections import deque
 
 from jaxserve.memory.page_pool import PagePool
 from jaxserve.memory.radix_cache import RadixCache
-from jaxserve.scheduler.policy import POLICIES
+from jaxserve.scheduler.policy import POLICIES, URGENCY
 from jaxserve.scheduler.sequence import Batch, Committed, PageUpdate, Row, Sequence
 from jaxserve.types import ContextExceeded, EngineStats, FinishReason, InvalidRequest, Request
 
@@ -54,9 +55,10 @@ class SchedulerConfig:
 class Scheduler:
     """Continuous batching over paged memory with shared prefixes.
 
-    Progress: pages go to running sequences in the order of their admission, and one that finds none
-    takes them from the newest. So the oldest always advances: alone, it fits, because `add` refuses
-    what doesn't. What is preempted goes to the front of the line.
+    Progress: pages go to running sequences in the order of their admission, the policy's more urgent
+    ones first, and one that finds none takes them from the last. So the first always advances:
+    alone, it fits, because `add` refuses what doesn't. What is preempted goes to the front of the
+    line.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -64,12 +66,13 @@ class Scheduler:
         self.pool = PagePool(config.num_pages)
         self.cache = RadixCache(self.pool, config.page_size)
         self.policy = POLICIES[config.policy]
+        self._urgency = URGENCY[config.policy]
         self.sequences: dict[str, Sequence] = {}
         """Those not finished, by request id."""
         self.waiting: list[Sequence] = []
         """Preempted ones first, then by arrival."""
         self.running: list[Sequence] = []
-        """In the order of admission."""
+        """The more urgent first, then in the order of admission."""
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.in_flight: deque[Batch] = deque()
         """Scheduled and not committed, oldest first."""
@@ -129,7 +132,7 @@ class Scheduler:
         """The next step, or None if nothing can be computed before tokens in flight are committed.
 
         Each running sequence may take a token; what else the budget has goes to those that have
-        more to compute, in order of admission, then to new ones. The batch must be run, and packed
+        more to compute, in the order of `running`, then to new ones. The batch must be run, and packed
         before anything else is called here.
         """
         decodes: list[Row] = []
@@ -403,7 +406,7 @@ class Scheduler:
         sequence.share_at = NEVER
         if self.config.prefix_cache:
             sequence.share_at = sequence.num_computed + self.config.page_size
-        self.running.append(sequence)
+        bisect.insort(self.running, sequence, key=self._urgency)
         if not sequence.num_preemptions:
             sequence.num_cached = sequence.num_computed
             self.cache.count_hit(shared)
@@ -414,8 +417,8 @@ class Scheduler:
     def _grow(self, sequence: Sequence, num_tokens: int) -> int:
         """Gets a running sequence pages for its next `num_tokens` or, if short, for fewer or none.
 
-        Evicts what nobody uses; if not a single page is left, preempts the newest, but never
-        `sequence` or older. Returns how many tokens there are pages for.
+        Evicts what nobody uses; if not a single page is left, preempts the last of those running,
+        but never `sequence` or one before it. Returns how many tokens there are pages for.
         """
         needed = self._num_pages(sequence.num_computed + num_tokens) - len(sequence.pages)
         while needed > 0 and not self._num_available() and self.running[-1] is not sequence:

@@ -422,6 +422,23 @@ def test_priority_admits_the_lowest_number_first_then_by_arrival():
     assert admission_order(scheduler) == ["d", "b", "e", "a", "c"]
 
 
+@pytest.mark.parametrize(
+    ("policy", "preempted"), [("priority", "old"), ("fcfs", "urgent"), ("longest-prefix", "urgent")]
+)
+def test_the_least_urgent_gives_way_and_of_equals_the_newest(policy, preempted):
+    scheduler = make_scheduler(num_pages=9, policy=policy)
+    added = {
+        name: scheduler.add(make_request(30, max_tokens=60, request_id=name, priority=priority))
+        for name, priority in (("older", 1), ("old", 1), ("urgent", 0))
+    }
+    run_step(scheduler)
+    assert len(scheduler.running) == 3
+    while not scheduler.num_preemptions:
+        run_step(scheduler)
+    assert [name for name, one in added.items() if one.num_preemptions] == [preempted]
+    run_until_idle(scheduler)
+
+
 def test_longest_prefix_admits_what_is_cached_first():
     scheduler = make_scheduler(max_num_seqs=1, policy="longest-prefix")
     scheduler.add(make_request(list(range(64)), max_tokens=1))
