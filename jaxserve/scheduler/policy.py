@@ -1,8 +1,9 @@
-"""In which order waiting sequences are admitted, one function per policy; and which of those running
-keep their pages when there are too few, by URGENCY.
+"""In which order waiting sequences are admitted: one function per policy. And which of those that
+run keep their pages where there are too few: URGENCY.
 
-Each function gets the waiting sequences, preempted ones first and then by arrival, and a function that says
-how many pages of one the prefix cache has. It returns a list of its own in the order of admission.
+Each function gets the waiting sequences, preempted ones first and then by arrival, and one that
+says how many pages of one the prefix cache has. It returns a list of its own in the order of
+admission.
 The first that can't be admitted ends a round, so nothing that is small overtakes what is large for
 being small.
 """

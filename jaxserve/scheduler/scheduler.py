@@ -55,10 +55,10 @@ class SchedulerConfig:
 class Scheduler:
     """Continuous batching over paged memory with shared prefixes.
 
-    Progress: pages go to running sequences in the order of their admission, the policy's more urgent
-    ones first, and one that finds none takes them from the last. So the first always advances:
-    alone, it fits, because `add` refuses what doesn't. What is preempted goes to the front of the
-    line.
+    Progress: pages go to running sequences in the order of their admission, to the policy's more
+    urgent ones first, and one that finds none takes them from the last. So the first always
+    advances: alone, it fits, because `add` refuses what doesn't. What is preempted goes to the
+    front of the line.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -132,8 +132,8 @@ class Scheduler:
         """The next step, or None if nothing can be computed before tokens in flight are committed.
 
         Each running sequence may take a token; what else the budget has goes to those that have
-        more to compute, in the order of `running`, then to new ones. The batch must be run, and packed
-        before anything else is called here.
+        more to compute, in the order of `running`, then to new ones. The batch must be run, and
+        packed before anything else is called here.
         """
         decodes: list[Row] = []
         scored: list[Row] = []
