@@ -299,6 +299,7 @@ def test_h200_step_that_another_process_lowered_compiles_to_the_same(kind, tenso
         page_size=16,
         attention="gpu",
         embeddings=False,
+        settings=lowering.tracing_settings(),
     )
     [shape] = [shape for shape in source.buckets.steps() if shape.kind == kind]
     lowerers = lowering.Lowerers(source, 1)

@@ -208,7 +208,7 @@ def make_lowerers(
 ) -> lowering.Lowerers | None:
     """Processes that lower the steps, where that is worth while."""
     count = min(lowering.num_processes(attention), len(buckets.steps()))
-    if not count:
+    if not count or not jax.config.jax_use_shardy_partitioner:  # which what they export needs
         return None
     try:
         topology = lowering.describe(devices)
@@ -227,6 +227,7 @@ def make_lowerers(
         page_size=config.page_size,
         attention=attention,
         embeddings=config.embeddings,
+        settings=lowering.tracing_settings(),
     )
     return lowering.Lowerers(source, count)
 

@@ -31,7 +31,7 @@ from jax.experimental import topologies
 from jaxlib import xla_client
 
 from jaxserve.execution.buckets import Buckets, StepShape
-from jaxserve.execution.programs import Exported
+from jaxserve.execution.programs import NO_MATTER, Exported
 from jaxserve.models import registry
 from pallas_kernels.paged_attention.api import Implementation
 from sharding.mesh import MeshShape, make_mesh
@@ -42,6 +42,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_PROCESSES = 8
+
+NO_TRACING = (
+    *NO_MATTER,
+    "jax_backend_target",
+    "jax_cuda_visible_devices",
+    "jax_default_device",
+    "jax_mock_gpu_topology",
+    "jax_pjrt_client_create_options",
+    "jax_platform_name",
+    "jax_xla_backend",
+    "mock_num_gpu_processes",
+)
+"""Beginnings of the names of JAX's settings that say where programs run, not what they are."""
 
 
 def num_processes(attention: Implementation) -> int:
@@ -68,11 +81,16 @@ class StepSource:
     page_size: int
     attention: Implementation
     embeddings: bool
+    settings: Mapping[str, Any]
+    """JAX's, as `tracing_settings` gives them."""
 
     def runner(self) -> "Runner":
         """The engine's, for devices that need not be here."""
         from jaxserve.execution.runner import Runner  # which imports this
 
+        for name, value in self.settings.items():
+            if jax.config.values[name] != value:
+                jax.config.update(name, value)
         jax.devices()  # finds the plugins
         if self.platform == "cuda" and not xla_client.pjrt_plugin_initialized(self.platform):
             xla_client.initialize_pjrt_plugin(self.platform)
@@ -88,6 +106,12 @@ class StepSource:
             attention=self.attention,
             embeddings=self.embeddings,
         )
+
+
+def tracing_settings() -> dict[str, Any]:
+    """JAX's settings here that may decide what a program is traced or lowered to: a program that
+    the engine is part of may have set them after JAX had read the environment."""
+    return {k: v for k, v in jax.config.values.items() if not k.startswith(NO_TRACING)}
 
 
 def describe(devices: Sequence[Any]) -> bytes:
@@ -148,12 +172,14 @@ class Lowerers:
                     pipe.close()  # pyright: ignore[reportOptionalMemberAccess]
 
     def _start(self) -> None:
-        # they have no device: a GPU's memory is the engine's alone
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         try:
+            # they have no device: a GPU's memory is the engine's alone
+            environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+            # and the engine's code, whatever lies in the working folder
+            environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
             for _ in range(self._num_processes):
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "jaxserve.execution.lowering"],
+                    [sys.executable, "-P", "-m", "jaxserve.execution.lowering"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env=environment,
@@ -161,6 +187,7 @@ class Lowerers:
                 )
                 self._processes.append(process)
                 self._idle.put(process)
+            for process in self._processes:  # a long one waits until it is read
                 _send(process.stdin, self._source)
         # Whatever it is, the engine can do without.
         except Exception as error:

@@ -116,6 +116,18 @@ def test_engine_lowers_what_processes_do_not(make, monkeypatch, caplog, program)
     assert len(driver.generate([PROMPT], max_tokens=6)[0]) == 6
 
 
+def test_engine_without_the_partitioner_that_exports_need_lowers_its_steps(make, monkeypatch):
+    seen = watch(monkeypatch)
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        driver = make(1)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    assert seen
+    assert not any(by_other for _, by_other in seen)
+    assert len(driver.generate([PROMPT], max_tokens=6)[0]) == 6
+
+
 def source(**changes) -> lowering.StepSource:
     fields = {
         "config": engines.TINY,
@@ -128,6 +140,7 @@ def source(**changes) -> lowering.StepSource:
         "page_size": 8,
         "attention": "reference",
         "embeddings": False,
+        "settings": lowering.tracing_settings(),
     }
     return lowering.StepSource(**{**fields, **changes})
 
@@ -142,6 +155,23 @@ def test_what_went_wrong_in_a_process_is_told(caplog):
     [message] = caplog.messages
     assert "ConfigError" in message
     assert "sideways" in message
+
+
+def test_process_has_the_code_and_the_settings_of_its_engine(tmp_path, monkeypatch):
+    (tmp_path / "jaxserve").mkdir()
+    (tmp_path / "jaxserve" / "__init__.py").write_text("raise ImportError('another jaxserve')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_ENABLE_X64", "true")  # after JAX read it
+    lowerers = lowering.Lowerers(source(), 1)
+    [shape, _] = source().buckets.steps()
+    exported = lowerers.export(shape, 8)
+    lowerers.close()
+    assert exported is not None
+    runner = source().runner()
+    runner.num_pages = 8
+    program = runner.step_program(shape)
+    ours = lowering.Exported(program.export("cpu"), 0.0)
+    assert program.lower(exported).as_text() == program.lower(ours).as_text()
 
 
 def test_closing_ends_those_that_wait(caplog):

@@ -120,6 +120,14 @@ def test_soft_cap_and_sinks():
     check(case, gpu_decode.Config(workers=4, stages=3))
 
 
+@pytest.mark.parametrize(("page_size", "queries"), [(8, 2), (32, 1)])
+def test_what_lies_past_the_last_page_of_short_rows_does_not_count(page_size, queries):
+    rows = tuple((queries, n) for n in (queries, 9, 65, 72))
+    every = SMALL | {"soft_cap": 3.0, "sinks": True, "sliding_window": 60}
+    case = Case("", rows, **every, page_size=page_size, queries_per_row=queries)
+    check(case, gpu_decode.Config(workers=9, stages=2))  # few blocks each: most find NaN there
+
+
 def test_mixed_step_agrees_with_the_reference(monkeypatch):
     monkeypatch.setattr(
         gpu_decode, "default_config", lambda *_: gpu_decode.Config(workers=3, stages=2)
