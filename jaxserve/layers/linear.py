@@ -102,7 +102,7 @@ def _parts(x, matrix, placement) -> Float[Array, "S T outputs"] | None:
     if (config := _config(x, matrix, placement)) is not None:
         return _decode_matmul(x, matrix, config)
     splits = xla_splits(placement.device_kind, x.shape[0], matrix.shape, x.dtype)
-    if splits == 1:
+    if splits == 1 or x.dtype != matrix.dtype:
         return None
     x, matrix = (a.reshape(len(a), splits, -1) for a in (x, matrix))
     return jnp.einsum("TSI,OSI->STO", x, matrix, preferred_element_type=jnp.float32)

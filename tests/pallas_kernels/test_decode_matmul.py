@@ -124,6 +124,7 @@ def test_parts_of_xla_add_up_to_the_product():
     whole = linear(x, weight, placement)
     assert whole.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(whole, np.float32), expected, rtol=1e-2, atol=0.05)
+    assert linear(x, weight.astype(jnp.float32), placement).dtype == jnp.float32  # as elsewhere
 
 
 def test_the_layers_take_parts_for_the_sum_they_are():
