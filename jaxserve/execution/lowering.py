@@ -60,8 +60,10 @@ NO_TRACING = (
 def num_processes(attention: Implementation) -> int:
     """How many are worth having: half of the processors, the others compile; none where steps hold
     no GPU kernels, which are what takes long to lower."""
-    count = min(MOST_PROCESSES, (os.cpu_count() or 1) // 2)
-    return count if attention == "gpu" and count > 1 else 0
+    if attention != "gpu":
+        return 0
+    count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2)
+    return count if count > 1 else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -204,8 +204,8 @@ def test_process_ends_when_its_engine_has_gone():
 
 
 def test_processes_are_for_gpu_kernels_and_leave_processors_to_compile(monkeypatch):
-    monkeypatch.setattr(lowering.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(lowering.os, "sched_getaffinity", lambda _: set(range(16)))
     assert lowering.num_processes("gpu") == 8
     assert lowering.num_processes("reference") == 0
-    monkeypatch.setattr(lowering.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(lowering.os, "sched_getaffinity", lambda _: set(range(2)))
     assert lowering.num_processes("gpu") == 0
