@@ -5,6 +5,7 @@ files that it may dump (JAX 0.11.2). So equal kernels differ: programs that shar
 compile it, and none would be found by what it lowers to.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -15,8 +16,10 @@ gpu: Any = mosaic_gpu  # whose annotations call its dialect private
 BASENAME = "mosaic_gpu.dump_basename"
 
 
+@functools.cache
 def leave_out_numbers() -> None:
-    """Names dumps after the kernels alone, unless there are any."""
+    """Names dumps after the kernels alone, unless there are any. Every module of GPU kernels that
+    steps call says so."""
     get_or_set = gpu.dialect.get_or_set_dump_options
 
     def with_name(module: Any) -> Any:

@@ -222,6 +222,7 @@ def main() -> None:
                 runner.num_pages = runner_pages
                 data = runner.step_program(shape).export(source.platform)
                 answer: Any = Exported(data, time.monotonic() - started)
+            # Whatever it is, the engine is to know, and do it itself.
             except Exception as error:
                 answer = f"{type(error).__name__}: {error}"
             _send(answers, answer)

@@ -45,16 +45,16 @@ def compiler_options(platform: str, shape: StepShape) -> dict[str, Any]:
     long kernels gain nothing from it. It saves the host half of what sending a step costs, and 1 %
     of a step of 480 rows.
 
-    Of products that are XLA's, cuBLAS has the fastest; trying Triton's too takes a third of the
-    time to compile a step.
+    Of products of more rows, which are XLA's, cuBLAS has the fastest; trying Triton's too takes a
+    third of the time to compile a step.
     """
     if platform != "gpu":
         return {}
     options: dict[str, Any] = {}
-    has_own_products = shape.kind == "decode" and shape.tokens <= MAX_ROWS
-    if has_own_products or shape.kind == "mixed":
+    is_small = shape.kind == "decode" and shape.tokens <= MAX_ROWS
+    if is_small or shape.kind == "mixed":
         options["xla_gpu_enable_command_buffer"] = ""
-    if not has_own_products:
+    if not is_small:
         options["xla_gpu_enable_triton_gemm"] = False
     return options
 
@@ -400,8 +400,9 @@ class Runner:
 
     def step_program(self, shape: StepShape) -> Program:
         """A step for the mesh's devices, which need not be here to lower it."""
+        num_pages = self.num_pages  # which `compile` may change meanwhile
         kv = tuple(
-            self._array(self._kv_shape(self.num_pages), self._kv_dtype, self._kv_sharding)
+            self._array(self._kv_shape(num_pages), self._kv_dtype, self._kv_sharding)
             for _ in range(self.model.config.num_layers)
         )
         return Program(
@@ -419,7 +420,7 @@ class Runner:
             precision=self._precision,
             options=compiler_options(self._mesh.devices.flat[0].platform, shape),
             elsewhere=self._lowerers
-            and functools.partial(self._lower_elsewhere, self._lowerers, shape, self.num_pages),
+            and functools.partial(self._lower_elsewhere, self._lowerers, shape, num_pages),
         )
 
     def _lower_elsewhere(

@@ -1,5 +1,5 @@
 """In which order waiting sequences are admitted: one function per policy. And which of those that
-run keep their pages where there are too few: URGENCY.
+run keep their pages where there are too few: RANKS.
 
 Each function gets the waiting sequences, preempted ones first and then by arrival, and one that
 says how many pages of one the prefix cache has. It returns a list of its own in the order of
@@ -50,9 +50,9 @@ def priority(waiting: list[Sequence], num_matched: Callable[[Sequence], int]) ->
 
 POLICIES: dict[str, Policy] = {"fcfs": fcfs, "longest-prefix": longest_prefix, "priority": priority}
 
-URGENCY: dict[str, Callable[[Sequence], int]] = {
+RANKS: dict[str, Callable[[Sequence], int]] = {
     "fcfs": lambda _: 0,
     "longest-prefix": lambda _: 0,
     "priority": attrgetter("request.priority"),
 }
-"""Of a running sequence: the highest number is preempted first, and of equals the newest."""
+"""Of a running sequence: the highest is preempted first, and of equals the newest."""

@@ -17,7 +17,7 @@ from collections import deque
 
 from jaxserve.memory.page_pool import PagePool
 from jaxserve.memory.radix_cache import RadixCache
-from jaxserve.scheduler.policy import POLICIES, URGENCY
+from jaxserve.scheduler.policy import POLICIES, RANKS
 from jaxserve.scheduler.sequence import Batch, Committed, PageUpdate, Row, Sequence
 from jaxserve.types import ContextExceeded, EngineStats, FinishReason, InvalidRequest, Request
 
@@ -55,8 +55,8 @@ class SchedulerConfig:
 class Scheduler:
     """Continuous batching over paged memory with shared prefixes.
 
-    Progress: pages go to running sequences in the order of their admission, to the policy's more
-    urgent ones first, and one that finds none takes them from the last. So the first always
+    Progress: pages go to running sequences in the order of their admission, to those
+    of a lower rank first, and one that finds none takes them from the last. So the first always
     advances: alone, it fits, because `add` refuses what doesn't. What is preempted goes to the
     front of the line.
     """
@@ -66,13 +66,13 @@ class Scheduler:
         self.pool = PagePool(config.num_pages)
         self.cache = RadixCache(self.pool, config.page_size)
         self.policy = POLICIES[config.policy]
-        self._urgency = URGENCY[config.policy]
+        self._rank = RANKS[config.policy]
         self.sequences: dict[str, Sequence] = {}
         """Those not finished, by request id."""
         self.waiting: list[Sequence] = []
         """Preempted ones first, then by arrival."""
         self.running: list[Sequence] = []
-        """The more urgent first, then in the order of admission."""
+        """By rank (see policy), then in the order of admission."""
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.in_flight: deque[Batch] = deque()
         """Scheduled and not committed, oldest first."""
@@ -406,7 +406,7 @@ class Scheduler:
         sequence.share_at = NEVER
         if self.config.prefix_cache:
             sequence.share_at = sequence.num_computed + self.config.page_size
-        bisect.insort(self.running, sequence, key=self._urgency)
+        bisect.insort(self.running, sequence, key=self._rank)
         if not sequence.num_preemptions:
             sequence.num_cached = sequence.num_computed
             self.cache.count_hit(shared)

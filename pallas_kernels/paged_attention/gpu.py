@@ -9,12 +9,12 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import kernel_names
+from pallas_kernels.kernel_names import leave_out_numbers
 from pallas_kernels.paged_attention import gpu_decode, gpu_prefill, reference
 from pallas_kernels.paged_attention.gpu_decode import unsupported as unsupported
 from pallas_kernels.paged_attention.meta import AttentionMeta, AttentionSpec, Kind
 
-kernel_names.leave_out_numbers()
+leave_out_numbers()
 
 
 def attend(
