@@ -532,9 +532,17 @@ class Runner:
                 mesh=self._mesh,
             )
 
-        def write(qkv, cos, sin, kv_pages):
+        def write(qkv, cos, sin, kv_pages, *, sliding_window):
             return rotate_and_write(
-                qkv, cos, sin, kv_pages, meta, impl=self._attention, mesh=self._mesh
+                qkv,
+                cos,
+                sin,
+                kv_pages,
+                meta,
+                kind=shape.kind,
+                sliding_window=sliding_window,
+                impl=self._attention,
+                mesh=self._mesh,
             )
 
         model = self.model.merge(leaves)

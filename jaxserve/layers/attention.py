@@ -1,6 +1,6 @@
 """Grouped-query attention (arXiv:2305.13245) around a paged kernel that the caller brings."""
 
-from collections.abc import Callable
+from typing import Protocol
 
 import jax
 from flax import nnx
@@ -13,16 +13,19 @@ from jaxserve.layers.parameter import parameter
 from jaxserve.layers.rope import rotate
 from sharding.place import Placement
 
-RotateAndWrite = Callable[
-    [
-        Float[Array, "S T K G2 H"],
-        Float[Array, "T half"],
-        Float[Array, "T half"],
-        Float[Array, "pages page_size 2*K H"],
-    ],
-    tuple[Float[Array, "T N H"], Float[Array, "pages page_size 2*K H"]] | None,
-]
-"""`paged_attention.api.rotate_and_write` of one step."""
+
+class RotateAndWrite(Protocol):
+    """`paged_attention.api.rotate_and_write` of one step."""
+
+    def __call__(
+        self,
+        qkv: Float[Array, "S T K G2 H"],
+        cos: Float[Array, "T half"],
+        sin: Float[Array, "T half"],
+        kv_pages: Float[Array, "pages page_size 2*K H"],
+        *,
+        sliding_window: int | None,
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "pages page_size 2*K H"]] | None: ...
 
 
 class Attention(nnx.Module):
@@ -76,6 +79,8 @@ class Attention(nnx.Module):
         sin: Float[Array, "T half"],
         kv_pages: jax.Array,
         rotate_and_write: RotateAndWrite | None,
+        *,
+        sliding_window: int | None,
     ) -> tuple[
         Float[Array, "T N H"],
         Float[Array, "T K H"] | None,
@@ -89,7 +94,8 @@ class Attention(nnx.Module):
         weight = self.qkv.get_value()
         if rotate_and_write and self.qkv_bias is None and self.q_norm is None:
             parts = linear_in_parts(x, weight, self.placement)
-            if (written := rotate_and_write(parts, cos, sin, kv_pages)) is not None:
+            written = rotate_and_write(parts, cos, sin, kv_pages, sliding_window=sliding_window)
+            if written is not None:
                 q, kv_pages = written
                 return q, None, None, kv_pages
             qkv = sum_parts(parts, x.dtype)

@@ -97,7 +97,9 @@ class Llama(nnx.Module):
             layer: Block, stream: Residual, pages: jax.Array, window: int | None
         ) -> tuple[Residual, jax.Array]:
             stream, x = layer.attention_norm.of_sum(stream)
-            q, k, v, pages = layer.attention.project(x, cos, sin, pages, rotate_and_write)
+            q, k, v, pages = layer.attention.project(
+                x, cos, sin, pages, rotate_and_write, sliding_window=window
+            )
             o, pages = attend(q, k, v, pages, sliding_window=window, sm_scale=sm_scale)
             stream, x = layer.mlp_norm.of_sum(stream.plus(layer.attention.output(o)))
             return stream.plus(layer.mlp(x)), pages

@@ -436,34 +436,37 @@ class Scheduler:
         samples = end == num_known + sequence.num_pending
         if samples:
             sequence.num_pending += 1
-        if end >= sequence.share_at and num_known >= sequence.share_at:
-            self._share(sequence, start)
+        # Single tokens may be a "decode" step's, where no row may see what another writes.
+        sharable = start if num_tokens == 1 else end
+        if min(sharable, num_known) >= sequence.share_at:
+            self._share(sequence, sharable, start)
         if sequence.num_told < len(sequence.pages):
             pages = sequence.pages[sequence.num_told :]
             updates.append(PageUpdate(sequence.slot, sequence.num_told, pages))
             sequence.num_told = len(sequence.pages)
         return Row(sequence, sequence.slot, start, num_tokens, samples, end > num_known)
 
-    def _share(self, sequence: Sequence, write_start: int) -> None:
-        """Puts pages in the prefix tree whose tokens are known and computed, be it in this step.
+    def _share(self, sequence: Sequence, end: int, write_start: int) -> None:
+        """Puts pages in the prefix tree whose tokens are known and before `end`; they are computed,
+        be it in this step.
 
         Even other rows of the step may use them: a layer writes KV before it attends. A page that
         the tree has already is replaced by the tree's; but if the step writes to it (from
         `write_start` on), that is left to the next, so that no row writes what others read.
         """
         size, pages, token_ids = self.config.page_size, sequence.pages, sequence.token_ids
-        for index in range(sequence.num_shared, min(sequence.num_computed, len(token_ids)) // size):
-            begin, end = index * size, (index + 1) * size
-            page = self.cache.insert(sequence.prefix_node, token_ids[begin:end], pages[index])
+        for index in range(sequence.num_shared, min(end, len(token_ids)) // size):
+            first, last = index * size, (index + 1) * size
+            page = self.cache.insert(sequence.prefix_node, token_ids[first:last], pages[index])
             if page != pages[index]:
-                if end > write_start:
+                if last > write_start:
                     break
                 self.cache.lock((page,))
                 self.pool.release((pages[index],))
                 pages[index] = page
                 sequence.num_told = min(sequence.num_told, index)
             sequence.num_shared = index + 1
-            sequence.share_at = end + size
+            sequence.share_at = last + size
 
     def _preempt(self, sequence: Sequence) -> None:
         """Puts a running sequence back to the front of the line; its pages stay in the tree."""
@@ -486,7 +489,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Takes slot and pages from a running sequence; its whole pages stay in the prefix tree."""
         if self.config.prefix_cache:
-            self._share(sequence, NEVER)
+            self._share(sequence, sequence.num_computed, NEVER)
         self.cache.unlock(sequence.pages[: sequence.num_shared])
         self.pool.release(sequence.pages[sequence.num_shared :])
         sequence.pages = []

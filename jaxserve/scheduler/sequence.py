@@ -158,7 +158,11 @@ class Batch(msgspec.Struct):
 
     @property
     def kind(self) -> Literal["decode", "mixed"]:
-        return "decode" if self.num_decode_rows == len(self.rows) else "mixed"
+        """With "decode" each row is the one new token of a sequence of its own: no row sees
+        another's new tokens."""
+        if self.num_decode_rows < len(self.rows) or any(row.scores for row in self.rows):
+            return "mixed"
+        return "decode"
 
     @property
     def scoring_rows(self) -> list[Row]:

@@ -51,7 +51,7 @@ def paged_attention(
     zeros. Cache that holds no token may be NaN and is never mixed in.
 
     kind: "decode": T == S Q, tokens s Q to (s + 1) Q - 1 are the queries of row s; Q is 1, or up to
-      8 where proposed tokens are verified. "mixed": any `meta`.
+      8 where proposed tokens are verified. No row sees another's new tokens. "mixed": any `meta`.
     kv_pages: K of kv head h at 2h, V at 2h + 1. Updated in place when the enclosing jit is given it
       to keep (donated); use only the returned array afterwards.
     mesh: when its axis "tensor" has more than one device, heads are spread over that axis (q, k, v
@@ -101,12 +101,15 @@ def rotate_and_write(
     kv_pages: Float[Array, "pages page_size 2*K H"],
     meta: AttentionMeta,
     *,
+    kind: Kind,
+    sliding_window: int | None,
     impl: Implementation,
     mesh: Mesh | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "pages page_size 2*K H"]] | None:
     """Queries with their positions turned in, and the cache with the tokens' keys, turned too, and
-    values. qkv: parts whose sum it is; of each kv head its queries, key and value.
+    values. qkv: parts whose sum it is; of each kv head its queries, key and value. kind,
+    sliding_window: of the `paged_attention` that follows.
 
     None where `impl` has no kernel that does both at once; otherwise as for `paged_attention`, to
     which the keys and values are then not given.
@@ -117,18 +120,33 @@ def rotate_and_write(
 
     if gpu_rotate.unsupported(qkv.shape, kv_pages.dtype):
         return None
-    return _rotate_and_write(qkv, cos, sin, kv_pages, meta.slot_mapping, interpret)
+    _, num_tokens, num_kv_heads, members, head_dim = qkv.shape
+    spec = AttentionSpec(
+        kind=kind,
+        num_heads=num_kv_heads * (members - 2),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=kv_pages.shape[1],
+        kv_dtype=kv_pages.dtype.name,
+        sliding_window=sliding_window,
+        queries_per_row=num_tokens // len(meta.kv_lens) if kind == "decode" else 1,
+    )
+    device_kind = "" if mesh is None else mesh.devices.flat[0].device_kind
+    return _rotate_and_write(qkv, cos, sin, kv_pages, meta, spec, device_kind, interpret)
 
 
 # Behind a jit of its own, so that a model's layers share one trace and one lowered kernel.
-@functools.partial(jax.jit, static_argnames="interpret")
-def _rotate_and_write(qkv, cos, sin, kv_pages, slot_mapping, interpret):
+@functools.partial(jax.jit, static_argnames=("spec", "device_kind", "interpret"))
+def _rotate_and_write(qkv, cos, sin, kv_pages, meta, spec, device_kind, interpret):
     from jax.experimental.pallas import mosaic_gpu
 
-    from pallas_kernels.paged_attention import gpu_rotate
+    from pallas_kernels.paged_attention import gpu, gpu_rotate
 
     params = mosaic_gpu.InterpretGPUParams() if interpret else None
-    return gpu_rotate.rotate_and_write(qkv, cos, sin, kv_pages, slot_mapping, interpret=params)
+    early = gpu.early_inputs(meta, spec, device_kind)
+    return gpu_rotate.rotate_and_write(
+        qkv, cos, sin, kv_pages, meta.slot_mapping, early, interpret=params
+    )
 
 
 # Behind a jit of its own, so that a model's layers share one trace and one lowered kernel.
@@ -149,12 +167,25 @@ def _call(q, k, v, kv_pages, meta, sinks, sm_scale, spec, impl, device_kind, int
         from pallas_kernels.paged_attention import gpu, gpu_write
 
         params = mosaic_gpu.InterpretGPUParams() if interpret else None
+        reads_early = spec.kind == "decode"
         if k is not None:
-            write = write_kv
             if gpu_write.unsupported(*k.shape, dtype=kv_pages.dtype) is None:
-                write = functools.partial(gpu_write.write_kv, interpret=params)
-            kv_pages = write(k, v, kv_pages, meta.slot_mapping)
-        out = gpu.attend(q, kv_pages, meta, device_kind=device_kind, interpret=params, **options)
+                early = gpu.early_inputs(meta, spec, device_kind)
+                kv_pages = gpu_write.write_kv(
+                    k, v, kv_pages, meta.slot_mapping, early, interpret=params
+                )
+            else:
+                kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
+                reads_early = False
+        out = gpu.attend(
+            q,
+            kv_pages,
+            meta,
+            device_kind=device_kind,
+            reads_early=reads_early,
+            interpret=params,
+            **options,
+        )
         return out, kv_pages
     if k is not None:
         kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)

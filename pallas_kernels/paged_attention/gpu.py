@@ -17,6 +17,21 @@ from pallas_kernels.paged_attention.meta import AttentionMeta, AttentionSpec, Ki
 leave_out_numbers()
 
 
+def early_inputs(meta: AttentionMeta, spec: AttentionSpec, device_kind: str) -> tuple[Array, ...]:
+    """What `attend` with `reads_early` reads, the cache apart, before the kernel ahead has ended:
+    to be given to that one."""
+    if spec.kind != "decode" or unsupported(spec):
+        return ()
+    return gpu_decode.early_inputs(
+        meta.page_table,
+        meta.kv_lens,
+        num_kv_heads=spec.num_kv_heads,
+        sliding_window=spec.sliding_window,
+        config=gpu_decode.default_config(spec, device_kind),
+        queries_per_row=spec.queries_per_row,
+    )
+
+
 def attend(
     q: Float[Array, "T N H"],
     kv_pages: Float[Array, "pages page_size 2*K H"],
@@ -29,10 +44,13 @@ def attend(
     sinks: Float[Array, "N"] | None = None,
     device_kind: str = "",
     config: gpu_decode.Config | None = None,
+    reads_early: bool = False,
     interpret: Any = None,
 ) -> Float[Array, "T N H"]:
     """As `reference.attend`. Raises NotImplementedError naming what the kernel can't do.
 
+    reads_early: whether a "decode" call may start to read before the kernel ahead has ended, see
+    `gpu_decode`.
     device_kind: whose tuned settings to use; config: settings of the decode kernel instead.
     interpret: Pallas's `InterpretGPUParams`, to run on a CPU.
     """
@@ -53,8 +71,9 @@ def attend(
         "config": config or gpu_decode.default_config(spec, device_kind),
         "interpret": interpret,
     }
-    rows = functools.partial(gpu_decode.attend_rows, **options)
+    rows = functools.partial(gpu_decode.attend_rows, reads_early=reads_early, **options)
     rows_in_place = chunks = None
+    assert kind == "decode" or not reads_early
     if kind == "mixed" and gpu_decode.in_place(spec, interpreted=interpret is not None):
         rows_in_place = functools.partial(gpu_decode.attend_rows_in_place, **options)
     if kind == "mixed" and gpu_prefill.unsupported(spec) is None:

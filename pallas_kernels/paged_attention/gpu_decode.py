@@ -16,6 +16,11 @@ together; what the other rows hold is never written:
     query    oldest                        newest           none
 
 Of a task in parts, whoever writes the last part merges them (`gpu_merge`).
+
+With `reads_early` a worker's first copies don't wait for the kernel ahead (see `early_launch`): the
+plan, the page table and all cache but a row's newest tokens are older than it. The caller sees to
+that: no row's cache, but for its newest tokens, is written in this step, and the kernel ahead is
+given what `early_inputs` names, and waits before it allows.
 """
 
 import dataclasses
@@ -125,6 +130,7 @@ def attend_rows(
     soft_cap: float | None,
     sinks: Float[Array, "N"] | None,
     config: Config,
+    reads_early: bool = False,
     interpret: Any = None,
 ) -> Float[Array, "T N H"]:
     """T / S queries a row, its sequence's newest tokens. Zeros for rows of length 0."""
@@ -138,6 +144,7 @@ def attend_rows(
         soft_cap=soft_cap,
         sinks=sinks,
         config=config,
+        reads_early=reads_early,
         interpret=interpret,
     )
     num_rows, num_kv_heads, _, _ = out.shape
@@ -145,6 +152,20 @@ def attend_rows(
     out = out[:, :, : queries_per_row * group]
     out = out.reshape(num_rows, num_kv_heads, queries_per_row, group, q.shape[2])
     return jnp.moveaxis(out, 2, 1).reshape(q.shape).astype(q.dtype)
+
+
+def early_inputs(
+    page_table: Int[Array, "S P"],
+    kv_lens: Int[Array, "S"],
+    *,
+    num_kv_heads: int,
+    sliding_window: int | None,
+    config: Config,
+    queries_per_row: int = 1,
+) -> tuple[Array, ...]:
+    """What `attend_rows` with `reads_early` reads before it waits, the cache apart."""
+    plan = make_plan(kv_lens, num_kv_heads, sliding_window, config.workers, queries_per_row)
+    return page_table, *plan
 
 
 def in_place(spec: AttentionSpec, *, interpreted: bool = False) -> bool:
@@ -188,6 +209,7 @@ def _attend(
     soft_cap,
     sinks,
     config: Config,
+    reads_early: bool = False,
     interpret: Any = None,
     place: tuple[int, Int[Array, "1"]] | None = None,
 ) -> Float[Array, "rows K stored H"]:
@@ -230,6 +252,7 @@ def _attend(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         config=config,
+        reads_early=reads_early,
         merge_inside=merge_inside,
         interpret=interpret,
     )
@@ -348,10 +371,12 @@ def _worker(
     sliding_window,
     soft_cap,
     config,
+    reads_early,
     merge_inside,
     interpret,
 ):
-    wait_for_inputs(interpret)
+    if not reads_early:
+        wait_for_inputs(interpret)
     *more_refs, out_ref, part_ref, part_lse_ref = rest_refs
     padding_ref, sinks_ref = more_refs[:has_place], more_refs[has_place:]
     assert len(sinks_ref) == has_sinks
@@ -391,10 +416,48 @@ def _worker(
     def _():
         plgpu.set_max_registers(copy_registers, action="decrease")
 
+        def load(i, _, head, block, done, row, length):
+            """A block's pages, `done` being those of the worker's segments before."""
+            last_page = lax.div(length - 1, jnp.int32(page_size))
+            stage = slot_of(done + i, config.stages)
+            token = (block + i) * BLOCK
+            first_page = lax.div(token, jnp.int32(page_size))
+            in_block = range(max(1, BLOCK // page_size))
+            pages = [page_table_ref[row, jnp.minimum(first_page + p, last_page)] for p in in_block]
+            copied = min(BLOCK, page_size)
+            offset = lax.rem(token, jnp.int32(page_size)) if page_size > BLOCK else 0
+            for part, smem, full, free in (
+                (0, k_smem, k_full, k_free),
+                (1, v_smem, v_full, v_free),
+            ):
+
+                @pl.when(done + i >= config.stages)
+                def _(free=free):
+                    plgpu.barrier_wait(free.at[stage])
+
+                for p in in_block:
+
+                    def copy(p=p, part=part, smem=smem, full=full):
+                        plgpu.copy_gmem_to_smem(
+                            kv_ref.at[pages[p], pl.ds(offset, copied), 2 * head + part],
+                            smem.at[stage, pl.ds(p * copied, copied)],
+                            full.at[stage],
+                        )
+
+                    if p == 0:
+                        copy()
+                        continue
+                    # Past the row's last page nothing is read, and what lies there masked.
+                    is_used = first_page + p <= last_page
+                    pl.when(is_used)(copy)
+                    pl.when(jnp.logical_not(is_used))(
+                        lambda full=full: plgpu.barrier_arrive(full.at[stage])
+                    )
+            return ()
+
         def segment(j, state):
             place, head, block, done, row, length = state
             todo = todo_of(block, done, length)
-            last_page = lax.div(length - 1, jnp.int32(page_size))
             buffer = slot_of(j, config.query_buffers)
 
             @pl.when(j >= config.query_buffers)
@@ -406,52 +469,24 @@ def _worker(
                 queries_smem.at[pl.ds(buffer * rows, rows)],
                 queries_full.at[buffer],
             )
-
-            def load(i, _):
-                stage = slot_of(done + i, config.stages)
-                token = (block + i) * BLOCK
-                first_page = lax.div(token, jnp.int32(page_size))
-                in_block = range(max(1, BLOCK // page_size))
-                pages = [
-                    page_table_ref[row, jnp.minimum(first_page + p, last_page)] for p in in_block
-                ]
-                copied = min(BLOCK, page_size)
-                offset = lax.rem(token, jnp.int32(page_size)) if page_size > BLOCK else 0
-                for part, smem, full, free in (
-                    (0, k_smem, k_full, k_free),
-                    (1, v_smem, v_full, v_free),
-                ):
-
-                    @pl.when(done + i >= config.stages)
-                    def _(free=free):
-                        plgpu.barrier_wait(free.at[stage])
-
-                    for p in in_block:
-
-                        def copy(p=p, part=part, smem=smem, full=full):
-                            plgpu.copy_gmem_to_smem(
-                                kv_ref.at[pages[p], pl.ds(offset, copied), 2 * head + part],
-                                smem.at[stage, pl.ds(p * copied, copied)],
-                                full.at[stage],
-                            )
-
-                        if p == 0:
-                            copy()
-                            continue
-                        # Past the row's last page nothing is read, and what lies there masked.
-                        is_used = first_page + p <= last_page
-                        pl.when(is_used)(copy)
-                        pl.when(jnp.logical_not(is_used))(
-                            lambda full=full: plgpu.barrier_arrive(full.at[stage])
-                        )
-                return ()
-
-            lax.fori_loop(0, todo, load, ())
+            sizes = {"head": head, "block": block, "done": done, "row": row, "length": length}
+            loaded = jnp.where(j == 0, early, 0)
+            lax.fori_loop(loaded, todo, functools.partial(load, **sizes), ())
             place, head, block = next_of(place, head)
             return place, head, block, done + todo, rows_ref[place], lens_ref[place]
 
-        *start, row, length = read_work(0, 1, 2, 7, 8)
-        lax.fori_loop(0, segments, segment, (*start, jnp.int32(0), row, length))
+        place, head, block, row, length = read_work(0, 1, 2, 7, 8)
+        early = jnp.int32(0)
+        if reads_early:
+            # Of the first segment what fits the ring, but for blocks with new tokens.
+            older = lax.div(length - queries_per_row, jnp.int32(BLOCK)) - block
+            room = jnp.minimum(todo_of(block, 0, length), config.stages)
+            early = jnp.where(segments > 0, jnp.clip(older, 0, room), 0)
+            sizes = {"head": head, "block": block, "done": 0, "row": row, "length": length}
+            lax.fori_loop(0, early, functools.partial(load, **sizes), ())
+            wait_for_inputs(interpret)
+        start = place, head, block, jnp.int32(0), row, length
+        lax.fori_loop(0, segments, segment, start)
 
         [count] = read_work(3)
 
@@ -473,6 +508,8 @@ def _worker(
     @pl.when(warpgroup < config.pairs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
+        if reads_early:
+            wait_for_inputs(interpret)
 
         # Rows without work, or else padding: zeros, spread over the workers.
         if has_place:

@@ -42,6 +42,7 @@ def rotate_and_write(
     sin: Float[Array, "T half"],
     kv_pages: Float[Array, "pages page_size 2*K H"],
     slot_mapping: Int[Array, "T"],
+    early_inputs: Sequence[Array] = (),
     *,
     interpret: Any = None,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "pages page_size 2*K H"]]:
@@ -49,7 +50,8 @@ def rotate_and_write(
     `reference.write_kv` has them.
 
     qkv: parts whose sum it is, which is rounded to the cache's dtype; of each kv head its queries,
-    key and value.
+    key and value. early_inputs: what the attention behind this reads before it waits (see
+    `gpu_decode`).
     """
     _, num_tokens, num_kv_heads, members, head_dim = qkv.shape
     dtype = kv_pages.dtype
@@ -62,7 +64,7 @@ def rotate_and_write(
         name="rotate_and_write",
         **({"interpret": interpret} if interpret is not None else {}),
     )
-    q = rotate(qkv, _table(cos, sin, members), slot_mapping)
+    q = rotate(qkv, _table(cos, sin, members), slot_mapping, *early_inputs)
     return q.reshape(num_tokens, -1, head_dim), jax.freeze(pages_ref)
 
 
@@ -73,9 +75,10 @@ def _table(cos: Array, sin: Array, members: int) -> Float[Array, "T 2 G+2 half"]
     return jnp.concatenate([turns] * (members - 1) + [none], axis=2)
 
 
-def _in_scope(qkv_ref, table_ref, slots_ref, q_ref, *, pages_ref, interpret):
-    allow_next(interpret)
+def _in_scope(qkv_ref, table_ref, slots_ref, *refs, pages_ref, interpret):
+    *_, q_ref = refs
     wait_for_inputs(interpret)
+    allow_next(interpret)  # not before: what the next one reads early must be there
     num_parts, _, _, members, head_dim = qkv_ref.shape
     pl.run_scoped(
         functools.partial(_rotate, qkv_ref, table_ref, slots_ref, q_ref, pages_ref),

@@ -5,6 +5,7 @@ Here a thread block takes some tokens, which lie together, and sends each to its
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,10 +36,12 @@ def write_kv(
     v: Float[Array, "T K H"],
     kv_pages: Float[Array, "pages page_size 2*K H"],
     slot_mapping: Int[Array, "T"],
+    early_inputs: Sequence[Array] = (),
     *,
     interpret: Any = None,
 ) -> Float[Array, "pages page_size 2*K H"]:
-    """As `reference.write_kv`."""
+    """As `reference.write_kv`. early_inputs: what the attention behind this reads before it waits
+    (see `gpu_decode`)."""
     num_tokens, num_kv_heads, head_dim = k.shape
     dtype = kv_pages.dtype
     kv = jnp.stack((k, v), axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim).astype(dtype)
@@ -54,13 +57,13 @@ def write_kv(
         name="write_kv",
         **({"interpret": interpret} if interpret is not None else {}),
     )
-    write(kv, slot_mapping)
+    write(kv, slot_mapping, *early_inputs)
     return jax.freeze(pages_ref)
 
 
-def _in_scope(kv_ref, slots_ref, *, pages_ref, tokens, interpret):
-    allow_next(interpret)
+def _in_scope(kv_ref, slots_ref, *_, pages_ref, tokens, interpret):
     wait_for_inputs(interpret)
+    allow_next(interpret)  # not before: what the next one reads early must be there
     pl.run_scoped(
         functools.partial(_write, kv_ref, slots_ref, pages_ref, tokens),
         plgpu.SMEM((tokens, *kv_ref.shape[1:]), kv_ref.dtype),

@@ -27,7 +27,7 @@ from pallas_kernels.paged_attention.gpu_plan import BLOCK, make_plan
 SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
 
 
-def check(case, config, races=False):
+def check(case, config, races=False, **how):
     """Kernel against the reference, both on the same cache, whose unused part is NaN."""
     q, k, v, kv_pages, meta, sinks = make_inputs(case, poison=True)
     kv_pages = write_kv(k, v, kv_pages, meta.slot_mapping)
@@ -41,7 +41,7 @@ def check(case, config, races=False):
         q, kv_pages, meta, sinks=sinks
     )
     interpret = plgpu.InterpretGPUParams(detect_races=races)
-    kernel = functools.partial(gpu.attend, config=config, interpret=interpret, **options)
+    kernel = functools.partial(gpu.attend, config=config, interpret=interpret, **how, **options)
     out = jax.jit(kernel)(q, kv_pages, meta, sinks=sinks)
     if races:
         assert not interpret_pallas_call.get_races().races_found
@@ -113,6 +113,16 @@ def test_several_new_tokens_of_many_heads_with_sinks():
 def test_two_workers_a_thread_block_and_no_races():
     case = Case("", ((1, 300), (1, 65), (1, 1)), **SMALL)
     check(case, gpu_decode.Config(workers=6, pairs=2, stages=2, query_buffers=1), races=True)
+
+
+@pytest.mark.parametrize(
+    ("workers", "queries", "window"), [(1, 1, None), (4, 1, 70), (4, 5, None), (20, 1, None)]
+)
+def test_first_segments_that_are_read_early(workers, queries, window):
+    rows = tuple((queries, n) for n in (300, queries, 64, 65, 129))
+    case = Case("", rows, **SMALL, queries_per_row=queries, sliding_window=window, padding_rows=1)
+    config = gpu_decode.Config(workers=workers, stages=2)
+    check(case, config, races=workers == 4, reads_early=True)
 
 
 def test_soft_cap_and_sinks():

@@ -71,6 +71,7 @@ class PackedStep:
     version: int
     settled: set[int]
     """Pages that were in the prefix tree before this step was scheduled."""
+    kind: str
 
 
 class FakeDevice:
@@ -91,6 +92,12 @@ class FakeDevice:
         for slot, first, pages in step.page_updates:
             self.table[slot][first : first + len(pages)] = pages
         hashes = []
+        # A decode step reads what is older than its own new tokens before it writes them.
+        early = [
+            [self.kv.get(self.index(row.slot, p)) for p in range(row.start)]
+            for row in step.rows
+            if step.kind == "decode"
+        ]
         for row in step.rows:
             for position in range(len(row.token_ids), row.end):
                 row.token_ids.append(self.sampled[row.slot][position])
@@ -102,8 +109,10 @@ class FakeDevice:
                 assert page not in step.settled, f"writes to shared page {page}"
                 self.kv[index] = (hashes[-1][position], step.version)
         tokens = []
-        for row, expected in zip(step.rows, hashes, strict=True):
+        for index, (row, expected) in enumerate(zip(step.rows, hashes, strict=True)):
             read = [self.kv.get(self.index(row.slot, p)) for p in range(len(row.token_ids))]
+            if early:
+                read[: row.start] = early[index]
             assert [kv and kv[0] for kv in read] == expected, f"{row} reads another prefix"
             oldest = min(kv[1] for kv in read if kv)
             assert oldest >= row.min_version, f"{row} reads KV of old weights"
@@ -207,7 +216,7 @@ class Engine:
             packed = PackedRow(request, row.slot, row.start, known, end, row.samples, min_version)
             rows.append(packed)
         updates = [(update.slot, update.first, update.pages) for update in batch.page_updates]
-        return PackedStep(rows, updates, self.scheduler.cache_version, settled)
+        return PackedStep(rows, updates, self.scheduler.cache_version, settled, batch.kind)
 
     def check_batch(self, batch: Batch) -> None:
         assert 0 < batch.num_tokens <= self.config.max_batched_tokens

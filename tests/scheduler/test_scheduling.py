@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 
 from jaxserve.scheduler.policy import MAX_OVERTAKEN, WINDOW
@@ -251,6 +252,34 @@ def test_equal_prompts_of_one_step_are_computed_once():
     assert [(row.start, row.num_tokens) for row in batch.rows] == [(0, 40), (32, 8), (32, 8)]
     assert [sequence.num_cached for sequence in sequences] == [0, 32, 32]
     assert scheduler.stats().pages_used == 2 + 3
+
+
+def test_a_decode_step_shares_no_page_that_it_completes():
+    scheduler = make_scheduler(max_num_seqs=2)
+    scheduler.add(make_request([1, 2, 3], max_tokens=100))
+    for _ in range(13):
+        run_step(scheduler)
+    follower = scheduler.add(make_request([1, 2, 3] + [TOKEN] * 14, max_tokens=100))
+    batch, _ = run_step(scheduler)  # the first's tokens 0 to 15 are known, 15 is computed now
+    assert [(row.start, row.num_tokens) for row in batch.rows] == [(15, 1), (0, 17)]
+    assert batch.kind == "mixed"
+    run_step(scheduler)
+    assert follower.num_shared == 1  # once computed it's the same page
+    late = [row.sequence.pages[0] for row in scheduler.schedule().rows]
+    assert late[0] == late[1]
+
+
+def test_a_step_whose_rows_see_each_other_is_mixed():
+    scheduler = make_scheduler()
+    request = make_request(4)
+    sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
+    scheduler.add(msgspec.structs.replace(request, sampling=sampling))
+    batch, _ = run_step(scheduler)
+    assert [(row.start, row.num_tokens, row.scores) for row in batch.rows] == [
+        (0, 1, True), (1, 1, True), (2, 1, True), (3, 1, False),
+    ]  # fmt: skip
+    assert (batch.num_decode_rows, batch.kind) == (4, "mixed")
+    assert run_step(scheduler)[0].kind == "decode"
 
 
 def test_equal_generated_pages_are_kept_once():
