@@ -52,7 +52,8 @@ def priority(waiting: list[Sequence], num_matched: Callable[[Sequence], int]) ->
 def longest_output(
     waiting: list[Sequence], num_matched: Callable[[Sequence], int]
 ) -> list[Sequence]:
-    """Most tokens left to `max_tokens` first: preempted ones, then the others, then by arrival.
+    """Preempted ones, then the others; of each, most tokens left to `max_tokens` first, then by
+    arrival.
 
     So a batch of known lengths doesn't end in a few long rows; the short ones fill the room that
     the long ones leave. A steady stream of longer requests starves the shorter. Idea: LPT rule
@@ -79,7 +80,7 @@ POLICIES: dict[str, Policy] = {
 RANKS: dict[str, Callable[[Sequence], int]] = {
     "fcfs": lambda _: 0,
     "longest-prefix": lambda _: 0,
-    # The newest has the least to compute again; in a batch it's also the shortest.
+    # Mostly the newest has the least to compute again and, in a batch, the least left to do.
     "longest-output": lambda _: 0,
     "priority": attrgetter("request.priority"),
 }
