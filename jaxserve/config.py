@@ -122,7 +122,7 @@ class EngineConfig:
     max_queue: int = setting(
         1024, "requests that may wait beyond those running; more are answered 429"
     )
-    policy: Literal["fcfs", "longest-prefix", "priority"] = setting(
+    policy: Literal["fcfs", "longest-prefix", "longest-output", "priority"] = setting(
         "fcfs", "order in which waiting requests are admitted"
     )
     page_size: int = setting(16, "tokens in a KV page: 8, 16, 32, 64 or 128")

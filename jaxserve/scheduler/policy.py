@@ -8,6 +8,7 @@ The first that can't be admitted ends a round, so nothing that is small overtake
 being small.
 """
 
+import itertools
 from collections.abc import Callable
 from operator import attrgetter
 
@@ -48,11 +49,39 @@ def priority(waiting: list[Sequence], num_matched: Callable[[Sequence], int]) ->
     return sorted(waiting, key=attrgetter("request.priority"))
 
 
-POLICIES: dict[str, Policy] = {"fcfs": fcfs, "longest-prefix": longest_prefix, "priority": priority}
+def longest_output(
+    waiting: list[Sequence], num_matched: Callable[[Sequence], int]
+) -> list[Sequence]:
+    """Preempted ones, then the others; of each, most tokens left to `max_tokens` first, then by
+    arrival.
+
+    So a batch of known lengths doesn't end in a few long rows; the short ones fill the room that
+    the long ones leave. A steady stream of longer requests starves the shorter. Idea: LPT rule
+    (Graham 1969, SIAM J. Appl. Math. 17).
+    """
+
+    def num_left(sequence: Sequence) -> int:
+        return sequence.max_total - len(sequence.token_ids)
+
+    preempted = list(itertools.takewhile(attrgetter("num_preemptions"), waiting))
+    others = waiting[len(preempted) :]
+    return sorted(preempted, key=num_left, reverse=True) + sorted(
+        others, key=num_left, reverse=True
+    )
+
+
+POLICIES: dict[str, Policy] = {
+    "fcfs": fcfs,
+    "longest-prefix": longest_prefix,
+    "longest-output": longest_output,
+    "priority": priority,
+}
 
 RANKS: dict[str, Callable[[Sequence], int]] = {
     "fcfs": lambda _: 0,
     "longest-prefix": lambda _: 0,
+    # Mostly the newest has the least to compute again and, in a batch, the least left to do.
+    "longest-output": lambda _: 0,
     "priority": attrgetter("request.priority"),
 }
 """Of a running sequence: the highest is preempted first, and of equals the newest."""

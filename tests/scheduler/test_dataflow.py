@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.scheduler.policy import POLICIES
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig
 from jaxserve.scheduler.sequence import Batch
 from jaxserve.types import ContextExceeded, Request, TokenSampling
@@ -360,7 +361,7 @@ def tiny(**changes) -> SchedulerConfig:
 
 
 @pytest.mark.parametrize("overlap", [1, 0], ids=["overlapped", "synchronous"])
-@pytest.mark.parametrize("policy", ["fcfs", "longest-prefix", "priority"])
+@pytest.mark.parametrize("policy", list(POLICIES))
 def test_5000_operations_in_tiny_memory_lose_nothing(policy, overlap):
     engine = Engine(tiny(policy=policy), overlap)
     run_random(engine, seed=1, num_operations=5000)
@@ -375,7 +376,7 @@ def test_5000_operations_in_tiny_memory_lose_nothing(policy, overlap):
 @given(
     seed=st.integers(0, 2**32),
     overlap=st.integers(0, 2),
-    policy=st.sampled_from(["fcfs", "longest-prefix", "priority"]),
+    policy=st.sampled_from(list(POLICIES)),
     max_num_seqs=st.integers(1, 8),
     budget=st.integers(0, 40),
     page_size=st.sampled_from([1, 2, 4, 8]),

@@ -1,13 +1,15 @@
 """What a step computes, who is admitted, who has to give way: one behaviour a test."""
 
 import itertools
+import typing
 
 import msgspec
 import pytest
 
-from jaxserve.scheduler.policy import MAX_OVERTAKEN, WINDOW
+from jaxserve.config import EngineConfig
+from jaxserve.scheduler.policy import MAX_OVERTAKEN, POLICIES, RANKS, WINDOW
 from jaxserve.scheduler.scheduler import MATCH_REFRESH_STEPS, Scheduler, SchedulerConfig
-from jaxserve.scheduler.sequence import Batch, Committed
+from jaxserve.scheduler.sequence import Batch, Committed, Sequence
 from jaxserve.types import ContextExceeded, InvalidRequest, Request, TokenSampling
 
 TOKEN = 7
@@ -428,6 +430,11 @@ def test_small_requests_do_not_overtake_a_large_one():
 # Policies
 
 
+def test_every_policy_can_be_asked_for_and_says_who_gives_way():
+    allowed = typing.get_args(typing.get_type_hints(EngineConfig)["policy"])
+    assert set(allowed) == set(POLICIES) == set(RANKS)
+
+
 def admission_order(scheduler: Scheduler) -> list[str]:
     order = []
     while scheduler.has_work:
@@ -452,7 +459,13 @@ def test_priority_admits_the_lowest_number_first_then_by_arrival():
 
 
 @pytest.mark.parametrize(
-    ("policy", "preempted"), [("priority", "old"), ("fcfs", "urgent"), ("longest-prefix", "urgent")]
+    ("policy", "preempted"),
+    [
+        ("priority", "old"),
+        ("fcfs", "urgent"),
+        ("longest-prefix", "urgent"),
+        ("longest-output", "urgent"),
+    ],
 )
 def test_the_least_urgent_gives_way_and_of_equals_the_newest(policy, preempted):
     scheduler = make_scheduler(num_pages=9, policy=policy)
@@ -511,3 +524,84 @@ def test_longest_prefix_looks_at_few_of_many_waiting():
     num_admitted = 1000 - len(scheduler.waiting)
     looks = (WINDOW + num_admitted) + WINDOW * (100 // MATCH_REFRESH_STEPS)
     assert num_lookups <= num_admitted + looks
+
+
+def test_longest_output_admits_the_most_tokens_first_then_by_arrival():
+    scheduler = make_scheduler(max_num_seqs=1, policy="longest-output")
+    for name, max_tokens in (("a", 3), ("b", 9), ("c", 3), ("d", 20), ("e", 9)):
+        scheduler.add(make_request(20, max_tokens, request_id=name))
+    assert admission_order(scheduler) == ["d", "b", "e", "a", "c"]
+
+
+def test_longest_output_keeps_preempted_ones_in_front_by_what_they_have_left():
+    def make_sequence(max_tokens: int, num_generated: int = 0, num_preemptions: int = 0):
+        sequence = Sequence.of(make_request(20, max_tokens))
+        sequence.token_ids += [TOKEN] * num_generated
+        sequence.num_preemptions = num_preemptions
+        return sequence
+
+    nearly_done = make_sequence(50, num_generated=45, num_preemptions=1)
+    half_done = make_sequence(20, num_generated=10, num_preemptions=2)
+    as_far = make_sequence(11, num_generated=1, num_preemptions=1)
+    short, long = make_sequence(9), make_sequence(99)
+    waiting = [nearly_done, half_done, as_far, short, long]
+    order = POLICIES["longest-output"](waiting, lambda _: 0)
+    assert order == [half_done, as_far, nearly_done, long, short]
+    assert POLICIES["longest-output"]([], lambda _: 0) == []
+
+
+def test_longest_output_takes_a_preempted_sequence_back_before_longer_ones():
+    scheduler = make_scheduler(num_pages=9, policy="longest-output")
+    kept = scheduler.add(make_request(30, max_tokens=60))
+    preempted = scheduler.add(make_request(30, max_tokens=50))
+    while not scheduler.num_preemptions:
+        run_step(scheduler)
+    assert (kept.status, preempted.status) == ("running", "waiting")
+    longer = scheduler.add(make_request(20, max_tokens=80))
+    while preempted.status == "waiting":
+        assert longer.status == "waiting"
+        run_step(scheduler)
+    run_until_idle(scheduler)
+    assert (preempted.num_generated, longer.num_generated) == (50, 80)
+
+
+def test_longest_output_fills_with_short_ones_what_the_long_ones_leave():
+    scheduler = make_scheduler(max_num_seqs=2, policy="longest-output")
+    for name, num_prompt, max_tokens in (("a", 10, 2), ("b", 12, 2), ("c", 9, 3), ("d", 50, 8)):
+        scheduler.add(make_request(num_prompt, max_tokens, request_id=name))
+    batches = run_until_idle(scheduler)
+    # "d" takes 50 of the first step's 64 tokens, and one of its two rows to the end.
+    assert [row.num_tokens for row in batches[0].rows] == [50, 9]
+    assert ["".join(sorted(ids(batch))) for batch in batches] == (
+        ["cd"] * 3 + ["ad"] * 2 + ["bd"] * 2 + ["d"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("outputs", "fcfs", "longest_output"),
+    [
+        # By hand, two rows: a | b are the steps at whose ends they get free.
+        (range(1, 6), 9, 8),  # 1+3+5 | 2+4, and 5+2+1 | 4+3
+        (range(1, 7), 12, 11),  # 2+4+6 | 1+3+5, and 6+3+2 | 5+4+1
+        (range(1, 11), 30, 28),
+        ([1, 1, 1, 1, 4], 6, 4),
+        ([9, 1, 1, 1], 9, 9),
+        # The worst that the rule does with two rows: 7/6 of the best.
+        ([2, 3, 2, 3, 2], 6, 7),
+    ],
+)
+def test_steps_of_a_batch_by_policy(outputs, fcfs, longest_output):
+    for policy, num_steps in (("fcfs", fcfs), ("longest-output", longest_output)):
+        scheduler = make_scheduler(max_num_seqs=2, policy=policy)
+        for max_tokens in outputs:
+            scheduler.add(make_request(4, max_tokens))
+        assert len(run_until_idle(scheduler)) == num_steps, policy
+
+
+def test_longest_output_leaves_no_row_idle_before_the_end_of_a_batch():
+    for num_requests in range(2, 30):
+        scheduler = make_scheduler(max_num_seqs=2, policy="longest-output")
+        for max_tokens in range(1, num_requests + 1):
+            scheduler.add(make_request(4, max_tokens))
+        num_tokens = num_requests * (num_requests + 1) // 2
+        assert len(run_until_idle(scheduler)) == -(-num_tokens // 2)
