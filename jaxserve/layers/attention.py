@@ -7,8 +7,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import linear, linear_in_parts, linear_to_add, sum_parts
-from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.linear import add_linear, linear, linear_in_parts, sum_parts
+from jaxserve.layers.norm import HalfNormed, Residual, RMSNorm
 from jaxserve.layers.parameter import parameter
 from jaxserve.layers.rope import rotate
 from sharding.place import Placement
@@ -74,7 +74,7 @@ class Attention(nnx.Module):
 
     def project(
         self,
-        x: Float[Array, "T D"],
+        x: Float[Array, "T D"] | HalfNormed,
         cos: Float[Array, "T half"],
         sin: Float[Array, "T half"],
         kv_pages: jax.Array,
@@ -111,10 +111,10 @@ class Attention(nnx.Module):
         # [T, K, G, H] -> [T, N, H]
         return q.reshape(q.shape[0], -1, q.shape[-1]), k, v, kv_pages
 
-    def output(self, o: Float[Array, "T N H"]) -> Float[Array, "T D"] | Float[Array, "S T D"]:
-        """Back to model width, for `norm.Residual` to add: summed over heads, and over the devices
-        that share them."""
+    def output(self, stream: Residual, o: Float[Array, "T N H"], norm: RMSNorm) -> Residual:
+        """Back to model width, added to the stream or to be added, for `norm`: summed over heads,
+        and over the devices that share them."""
         weight = self.o.get_value()
         # As matrices: of three contracted dimensions XLA may change the order, copying the weight.
         o, matrix = o.reshape(o.shape[0], -1), weight.reshape(weight.shape[0], -1)
-        return linear_to_add(o, matrix, self.placement, self.o_bias)
+        return add_linear(stream, o, matrix, self.placement, self.o_bias, norm)

@@ -6,8 +6,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxserve.layers.norm import HalfNormed, Residual, RMSNorm
 from pallas_kernels import dispatch
-from pallas_kernels.decode_matmul.api import choose, xla_splits
+from pallas_kernels.decode_matmul.api import choose, choose_adding, xla_splits
 from pallas_kernels.decode_matmul.config import Config
 from sharding.place import Placement
 
@@ -16,7 +17,7 @@ _MAX_WEIGHT_FIRST_ROWS = 128
 
 
 def linear(
-    x: Float[Array, "T inputs"],
+    x: Float[Array, "T inputs"] | HalfNormed,
     weight: Float[Array, "*outputs inputs"],
     placement: Placement,
     *,
@@ -32,6 +33,7 @@ def linear(
     """
     matrix = weight.reshape(-1, weight.shape[-1])
     parts = _parts(x, matrix, placement)
+    x = _whole(x)
     if parts is not None:
         product = sum_parts(parts, out_dtype or x.dtype)
     elif placement.on_cpu and x.shape[0] <= _MAX_WEIGHT_FIRST_ROWS:
@@ -43,7 +45,9 @@ def linear(
 
 
 def linear_in_parts(
-    x: Float[Array, "T inputs"], weight: Float[Array, "*outputs inputs"], placement: Placement
+    x: Float[Array, "T inputs"] | HalfNormed,
+    weight: Float[Array, "*outputs inputs"],
+    placement: Placement,
 ) -> Float[Array, "S T *outputs"]:
     """As `linear`, in parts whose sum it is; see `sum_parts`."""
     parts = _parts(x, weight.reshape(-1, weight.shape[-1]), placement)
@@ -56,32 +60,46 @@ def sum_parts(parts: Float[Array, "S *rest"], dtype: DTypeLike) -> Float[Array, 
     return sum(parts[1:], start=parts[0]).astype(dtype)
 
 
-def linear_to_add(
+def add_linear(
+    stream: Residual,
     x: Float[Array, "T inputs"],
     weight: Float[Array, "outputs inputs"],
     placement: Placement,
     bias: nnx.Param | None,
-) -> Float[Array, "T outputs"] | Float[Array, "S T outputs"]:
-    """As `linear` and a bias, for `norm.Residual`: in parts where a kernel is to add them.
+    norm: RMSNorm | None = None,
+) -> Residual:
+    """The stream with `linear` and a bias to add to it, in parts where a kernel is to do so; with
+    both added and `norm`, which comes next, half done where the product's kernel does.
 
     Inputs may be split over devices, whose sums are then added up.
     """
-    parts = _parts(x, weight, placement) if bias is None else None
-    if parts is not None:
-        return parts
-    x = placement.constrain(linear(x, weight, placement), ("tokens", "embed"))
-    x = x if bias is None else x + bias.get_value()
-    return x[None] if adds_in_kernel(placement, x.dtype) else x
+    if norm is not None and bias is None and x.dtype == weight.dtype == stream.hidden.dtype:
+        config = choose_adding(placement.device_kind, x.shape[0], weight.shape, x.dtype)
+        if config is not None:
+            from pallas_kernels.decode_matmul.gpu import decode_matmul_add
+
+            scale = norm.scale.get_value()
+            hidden, scaled, squares = decode_matmul_add(
+                x, weight, stream.sum(), scale, config=config
+            )
+            return Residual(hidden, normed=HalfNormed(scaled, squares, norm.eps))
+    assert stream.addend is None
+    addend = _parts(x, weight, placement) if bias is None else None
+    if addend is None:
+        addend = placement.constrain(linear(x, weight, placement), ("tokens", "embed"))
+        addend = addend if bias is None else addend + bias.get_value()
+        addend = addend[None] if adds_in_kernel(placement, addend.dtype) else addend
+    return Residual(stream.hidden, addend)
 
 
 def adds_in_kernel(placement: Placement, dtype: jnp.dtype) -> bool:
-    """Whether `add_norm` takes what `linear_to_add` gives."""
+    """Whether `add_norm` takes what `add_linear` gives."""
     kind = placement.device_kind
     return kind is not None and dispatch.is_hopper(kind) and dtype.itemsize == 2
 
 
 def gated_linear(
-    x: Float[Array, "T inputs"],
+    x: Float[Array, "T inputs"] | HalfNormed,
     weight: Float[Array, "outputs 2 inputs"],
     placement: Placement,
     *,
@@ -98,9 +116,14 @@ def gated_linear(
     return jax.nn.silu(pairs[..., 0]) * pairs[..., 1]
 
 
+def _whole(x: Float[Array, "T inputs"] | HalfNormed) -> Float[Array, "T inputs"]:
+    return x.whole() if isinstance(x, HalfNormed) else x
+
+
 def _parts(x, matrix, placement) -> Float[Array, "S T outputs"] | None:
     if (config := _config(x, matrix, placement)) is not None:
         return _decode_matmul(x, matrix, config)
+    x = _whole(x)
     splits = xla_splits(placement.device_kind, x.shape[0], matrix.shape, x.dtype)
     if splits == 1 or x.dtype != matrix.dtype:
         return None
@@ -111,9 +134,12 @@ def _parts(x, matrix, placement) -> Float[Array, "S T outputs"] | None:
 def _decode_matmul(x, weight, config: Config, *, gated: bool = False) -> Float[Array, "..."]:
     from pallas_kernels.decode_matmul.gpu import decode_matmul
 
+    if isinstance(x, HalfNormed):
+        return decode_matmul(x.scaled, weight, x.squares, config=config, gated=gated, eps=x.eps)
     return decode_matmul(x, weight, config=config, gated=gated)
 
 
 def _config(x, weight, placement) -> Config | None:
+    x = x.scaled if isinstance(x, HalfNormed) else x
     same = x.dtype == weight.dtype
     return choose(placement.device_kind, x.shape[0], weight.shape, x.dtype) if same else None

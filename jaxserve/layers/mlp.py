@@ -4,7 +4,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import gated_linear, linear_to_add
+from jaxserve.layers.linear import add_linear, gated_linear
+from jaxserve.layers.norm import HalfNormed, Residual
 from jaxserve.layers.parameter import parameter
 from sharding.place import Placement
 
@@ -26,8 +27,8 @@ class GatedMLP(nnx.Module):
         )
         self.down_bias = parameter((width,), ("embed",), dtype, fan_in=mlp_width) if bias else None
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"] | Float[Array, "S T D"]:
-        """For `norm.Residual` to add."""
+    def __call__(self, stream: Residual, x: Float[Array, "T D"] | HalfNormed) -> Residual:
+        """The stream with what comes of its norm `x` to add."""
         bias = None if self.gate_up_bias is None else self.gate_up_bias.get_value()
         x = gated_linear(x, self.gate_up.get_value(), self.placement, bias=bias)
-        return linear_to_add(x, self.down.get_value(), self.placement, self.down_bias)
+        return add_linear(stream, x, self.down.get_value(), self.placement, self.down_bias)

@@ -101,8 +101,9 @@ class Llama(nnx.Module):
                 x, cos, sin, pages, rotate_and_write, sliding_window=window
             )
             o, pages = attend(q, k, v, pages, sliding_window=window, sm_scale=sm_scale)
-            stream, x = layer.mlp_norm.of_sum(stream.plus(layer.attention.output(o)))
-            return stream.plus(layer.mlp(x)), pages
+            stream = layer.attention.output(stream, o, layer.mlp_norm)
+            stream, x = layer.mlp_norm.of_sum(stream)
+            return layer.mlp(stream, x), pages
 
         stream = Residual(hidden)
         windows = [self.config.window(index) for index in range(self.config.num_layers)]

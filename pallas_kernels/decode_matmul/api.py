@@ -42,6 +42,30 @@ def xla_splits(device_kind: str | None, rows: int, shape: tuple[int, ...], dtype
     return 2 if tiles <= MAX_SPLIT_TILES else 1
 
 
+MAX_ADDING_ROWS = 64
+"""With more, the rows that each block of a product that isn't split reads cost more than a kernel
+of the sum's own."""
+
+
+@functools.cache
+def choose_adding(
+    device_kind: str | None, rows: int, shape: tuple[int, ...], dtype: jnp.dtype
+) -> Config | None:
+    """As `choose`, for `decode_matmul_add`; None where its blocks don't come close to a wave.
+
+    What it adds must not overflow when scaled: float16 might.
+    """
+    outputs, inputs = shape
+    if choose(device_kind, rows, shape, dtype) is None or dtype != jnp.bfloat16:
+        return None
+    if rows > MAX_ADDING_ROWS or inputs % 128 or inputs > 8192:
+        return None
+    for block_n in (32, 64, 96, 128):
+        if not outputs % block_n and 0.9 <= outputs // block_n / MULTIPROCESSORS <= 1:
+            return Config(block_n, 128, adds=True)
+    return None
+
+
 @functools.cache
 def choose(
     device_kind: str | None, rows: int, shape: tuple[int, ...], dtype: jnp.dtype

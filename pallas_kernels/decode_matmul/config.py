@@ -9,15 +9,18 @@ SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
 @dataclasses.dataclass(frozen=True)
 class Config:
     """block_n: outputs of a thread block (of each half where gated). block_k: inputs a copy.
-    splits: shares of the inputs. cluster: neighbours that share the copies of the rows."""
+    splits: shares of the inputs. cluster: neighbours that share the copies of the rows. adds:
+    whether it's `decode_matmul_add`'s, which keeps the residual stream's rows, too."""
 
     block_n: int
     block_k: int = 64
     splits: int = 1
     cluster: int = 1
     stages: int = 0
+    adds: bool = False
 
     def num_stages(self, rows: int, halves: int) -> int:
         """Copies in flight: as many as shared memory holds."""
         stage = (rows + halves * self.block_n) * self.block_k * 2
-        return min(self.stages or 12, (SHARED_BYTES - 2048) // stage)
+        kept = rows * self.block_n * 2 if self.adds else 0
+        return min(self.stages or 12, (SHARED_BYTES - 2048 - kept) // stage)

@@ -15,6 +15,13 @@ busy; the weight is read once, the rows once a block (out of L2):
 Rows are the left side of a wgmma, 64 a warpgroup; what the rows past the last one hold is never
 written. Weights lie as checkpoints have them, outputs first.
 
+A product that isn't split can also do what else stands between it and the next: `decode_matmul_add`
+adds the residual stream and leaves the next RMSNorm half done. Its scale is in the rows already;
+the factor of a row, which needs the whole row, is applied by the next product to its sums, from
+the squares that each block has added up:
+
+    norm(h) W = (h scale) W / rms(h)
+
 The first weights are read while the kernel ahead still runs (see `early_launch`).
 """
 
@@ -43,39 +50,75 @@ LAST = 4  # copies that are still to be sent when the next kernel may start
 
 
 # Behind a jit of its own, so that a model's layers share one lowered kernel.
-@functools.partial(jax.jit, static_argnames=("config", "gated", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "gated", "eps", "interpret"))
 def decode_matmul(
     x: Float[Array, "M K"],
     weight: Float[Array, "*halves N K"],
+    squares: Float[Array, "padded_M blocks"] | None = None,
     *,
     config: Config,
     gated: bool = False,
+    eps: float = 0.0,
     interpret: Any = None,
 ) -> Float[Array, "..."]:
     """x times the weight's transpose: float32 parts [splits, M, N] whose sum it is.
 
     gated: the weight is [N, 2, K], and the result silu(x gate) * (x up), [M, N] in x's dtype.
+    squares, eps: as `decode_matmul_add` left them with x, whose rows are still to be divided by
+    their root mean square.
     """
+    assert not gated or config.splits == 1
+    out, *_ = _call(x, weight, squares, None, None, config, gated, eps, interpret)
+    return out[..., : len(x), :]
+
+
+# Behind a jit of its own, so that a model's layers share one lowered kernel.
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def decode_matmul_add(
+    x: Float[Array, "M K"],
+    weight: Float[Array, "N K"],
+    hidden: Float[Array, "M N"],
+    scale: Float[Array, " N"],
+    *,
+    config: Config,
+    interpret: Any = None,
+) -> tuple[Float[Array, "M N"], Float[Array, "M N"], Float[Array, "padded_M blocks"]]:
+    """hidden + x times the weight's transpose, the same times `scale`, both in x's dtype, and the
+    sums of each block's squares of the first, whose total is that of a row."""
+    assert config.splits == config.cluster == 1
+    total, scaled, squares = _call(x, weight, None, hidden, scale, config, False, 0.0, interpret)
+    return total[: len(x)], scaled[: len(x)], squares
+
+
+def _call(x, weight, squares, hidden, scale, config, gated, eps, interpret):
     num_rows, inputs = x.shape
     outputs, halves = weight.shape[0], 2 if gated else 1
     assert weight.shape[-1] == inputs, (x.shape, weight.shape)
     assert inputs % config.block_k == 0, (inputs, config)
     assert outputs % (config.block_n * config.cluster) == 0, (outputs, config)
-    assert not gated or config.splits == 1
+    adds = hidden is not None
     warpgroups = 1 if num_rows <= BLOCK_M else 2
     block_m = BLOCK_M * math.ceil(num_rows / (BLOCK_M * warpgroups))  # rows of a warpgroup
     rows = block_m * warpgroups
-    out_dtype = x.dtype if gated else jnp.float32
+    out_dtype = x.dtype if gated or adds else jnp.float32
     stages = config.num_stages(rows, halves)
     assert stages >= 2, config
     # Copies move 8 rows at least; they may reach past an array's end, though not interpreted.
     copied = min(rows, 8 * math.ceil(num_rows / 8))
     if interpret is not None:
         x = jnp.pad(x, ((0, copied - num_rows), (0, 0)))
+        hidden = jnp.pad(hidden, ((0, copied - num_rows), (0, 0))) if adds else None
     swizzle = plgpu.find_swizzle(config.block_n * jnp.dtype(out_dtype).itemsize * 8)
     lanes = swizzle // jnp.dtype(out_dtype).itemsize
     tiled = _tiled(min(128, config.block_k * 2), 2)
-    shape = (len(x) if gated else config.splits, len(x), outputs)[1 if gated else 0 :]
+    whole = jax.ShapeDtypeStruct((len(x), outputs), out_dtype)
+    if adds:
+        blocks = outputs // config.block_n
+        out_type = [whole, whole, jax.ShapeDtypeStruct((rows, blocks), jnp.float32)]
+    elif gated:
+        out_type = [whole]
+    else:
+        out_type = [jax.ShapeDtypeStruct((config.splits, *whole.shape), out_dtype)]
     free: Any = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
     if config.cluster > 1:
         free = plgpu.ClusterBarrier(
@@ -89,7 +132,9 @@ def decode_matmul(
         transforms=(plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(swizzle)),
     )
     scratch = {
-        "smem": plgpu.RefUnion([x_smem, *[weight_smem] * halves], out_smem),
+        "smem": plgpu.RefUnion([x_smem, *[weight_smem] * halves], [out_smem] * (1 + adds)),
+        "hidden_smem": out_smem if adds else None,
+        "hidden_full": plgpu.Barrier() if adds else None,
         "full": plgpu.Barrier(num_arrivals=1 + halves, num_barriers=stages),
         "free": free,
         "done": plgpu.Barrier(num_arrivals=warpgroups),
@@ -97,29 +142,37 @@ def decode_matmul(
     cluster = {}
     if config.cluster > 1:
         cluster = {"cluster": (config.cluster,), "cluster_names": ("member",)}
-    out = plgpu.kernel(
+    inputs = [x, weight, squares, hidden, scale]
+    names = [
+        name
+        for name, array in zip(("squares", "hidden", "scale"), inputs[2:], strict=True)
+        if array is not None
+    ]
+    name = "decode_matmul_add" if adds else "decode_matmul_gated" if gated else "decode_matmul"
+    return plgpu.kernel(
         functools.partial(
             _block,
+            names=names,
+            eps=eps,
             copied=copied,
             block_m=block_m,
             warpgroups=warpgroups,
             config=config,
             interpret=interpret,
         ),
-        out_type=jax.ShapeDtypeStruct(shape, out_dtype),
+        out_type=out_type,
         scratch_types=scratch,
         grid=(config.splits, outputs // (config.block_n * config.cluster)),
         grid_names=("split", "tile"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name="decode_matmul_gated" if gated else "decode_matmul",
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
         ),
         **cluster,
         **({"interpret": interpret} if interpret is not None else {}),
-    )(x, weight)
-    return out[..., :num_rows, :]
+    )(*(array for array in inputs if array is not None))
 
 
 def _tiled(swizzle: int, itemsize: int) -> tuple[Any, Any]:
@@ -129,18 +182,23 @@ def _tiled(swizzle: int, itemsize: int) -> tuple[Any, Any]:
 def _block(
     x_ref,
     weight_ref,
-    out_ref,
+    *refs,
     smem,
+    hidden_smem,
+    hidden_full,
     full,
     free,
     done,
+    names,
+    eps,
     copied,
     block_m,
     warpgroups,
     config,
     interpret,
 ):
-    (x_smem, *weight_smem), out_smem = smem
+    (x_smem, *weight_smem), out_smems = smem
+    more, out_refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
     split, tile = lax.axis_index("split"), lax.axis_index("tile")
     if config.cluster > 1:
         tile = tile * config.cluster + lax.axis_index("member")
@@ -194,6 +252,12 @@ def _block(
         lax.fori_loop(0, ahead, load_weight, ())
         wait_for_inputs(interpret)
         lax.fori_loop(0, ahead, load_rows, ())
+        if hidden_smem is not None:
+            plgpu.copy_gmem_to_smem(
+                more["hidden"].at[pl.ds(0, copied), pl.ds(first_out, block_n)],
+                hidden_smem.at[pl.ds(0, copied)],
+                hidden_full,
+            )
         lax.fori_loop(ahead, room, load_both, ())
         # The next kernel's first weights are not to hold up this one's, but to follow the last.
         last = jnp.maximum(count - LAST, room)
@@ -213,6 +277,12 @@ def _block(
         registers = 232 if warpgroups == 2 else 240
         plgpu.set_max_registers(registers, action="increase")
         rows = pl.ds(warpgroup * block_m, block_m)
+        outputs = pl.ds(first_out, block_n)
+        factor = None
+        if "squares" in more:
+            wait_for_inputs(interpret)
+            squares = plgpu.load(more["squares"].at[rows], optimized=False)
+            factor = lax.rsqrt(squares.sum(axis=1) / x_ref.shape[1] + eps)
 
         def products(*accs):
             def multiply(i, _):
@@ -234,19 +304,27 @@ def _block(
             return [acc[...] for acc in accs]
 
         shape = plgpu.ACC((block_m, block_n), jnp.float32)
-        out, *up = pl.run_scoped(products, *[shape] * len(weight_smem))
+        sums = pl.run_scoped(products, *[shape] * len(weight_smem))
+        if factor is not None:
+            sums = [x * lax.broadcast_in_dim(factor, x.shape, (0,)) for x in sums]
+        out, *up = sums
         if up:
             out = out * (1 / (1 + jnp.exp(-out))) * up[0]
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)  # nobody reads the ring any more, whose memory this is
-        out_smem[rows] = out.astype(out_smem.dtype)
+        outs = [out]
+        if hidden_smem is not None:
+            plgpu.barrier_wait(hidden_full)
+            total = out + hidden_smem[rows].astype(jnp.float32)
+            total = total.astype(x_ref.dtype).astype(jnp.float32)  # as the residual stream has it
+            out_refs[2][rows, tile] = (total * total).sum(axis=1)
+            scale = plgpu.load(more["scale"].at[outputs], optimized=False).astype(jnp.float32)
+            outs = [total, total * lax.broadcast_in_dim(scale, total.shape, (1,))]
+        for out, out_smem in zip(outs, out_smems, strict=True):
+            out_smem[rows] = out.astype(out_smem.dtype)
         plgpu.commit_smem()
-        outputs = pl.ds(first_out, block_n)
-        written = min(block_m, copied)
-        target = (
-            out_ref.at[split, pl.ds(warpgroup * block_m, written), outputs]
-            if len(weight_smem) == 1
-            else out_ref.at[pl.ds(warpgroup * block_m, written), outputs]
-        )
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(warpgroup * block_m, written)], target)
+        written = pl.ds(warpgroup * block_m, min(block_m, copied))
+        for out_ref, out_smem in zip(out_refs, out_smems, strict=False):
+            out_ref = out_ref if len(out_ref.shape) == 2 else out_ref.at[split]
+            plgpu.copy_smem_to_gmem(out_smem.at[written], out_ref.at[written, outputs])
         plgpu.wait_smem_to_gmem(0)

@@ -1,16 +1,17 @@
 """How the GPU decode kernel's work is shared out.
 
-Blocks of all (row, kv head) tasks form one flat list that is cut into equal ranges, one a worker,
-so a ragged batch and a single long row both fill the card (Stream-K, arXiv:2301.03598; split-KV,
-arXiv:2311.01282 section 3):
+Blocks of all (row, kv head) tasks form one flat list that is cut into about equal ranges, one a
+worker, so a ragged batch and a single long row both fill the card (Stream-K, arXiv:2301.03598;
+split-KV, arXiv:2311.01282 section 3):
 
     task      |  0  |       1        | 2 |   3    |     blocks of (row, kv head), rows in order
     worker    |   0    |   1    |   2    |   3    |     equal shares
     writes      out  p1   p2      p4  out    out        p: a partial result
 
-A task that one worker does alone goes straight to the output. A worker's range splits two tasks at
-most: the one it continues, whose partial result it keeps at slot 2 * worker, and the one that goes
-on in the next worker, at 2 * worker + 1. A task in parts is counted where its first worker is.
+A task that one worker does alone goes straight to the output; merging takes longer than a few
+blocks, so a cut that is near a task's end moves there. A worker's range splits two tasks at most:
+the one it continues, whose partial result it keeps at slot 2 * worker, and the one that goes on in
+the next worker, at 2 * worker + 1. A task in parts is counted where its first worker is.
 
 Calls with the same lengths, heads and window share one plan: inside a jitted step XLA computes it
 once, not once a layer (tests/test_aot.py counts).
@@ -23,6 +24,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 BLOCK = 64  # tokens; also the rows of a wgmma
+NEAR = 4
+"""Blocks by which a cut moves at most, and an eighth of a share (2 % of a step of 256 rows of 264
+tokens, H200; where shares are small, waiting for one that has more costs more than merging)."""
 
 
 class Plan(NamedTuple):
@@ -72,19 +76,28 @@ def make_plan(
         return at, inside // width, inside % width, width
 
     worker = jnp.arange(workers)
-    start = worker * share
-    count = jnp.clip(total - start, 0, share)
+    cuts = jnp.minimum(jnp.arange(workers + 1) * share, total)
+    _, _, before, width = locate(cuts)
+    after, near = width - before, jnp.minimum(NEAR, share // 8)
+    moved = jnp.where(after <= near, cuts + after, cuts)
+    moved = jnp.where((before <= near) & (before <= after), cuts - before, moved)
+    cuts = jnp.where(cuts < total, moved, total)
+    start, count = cuts[:-1], cuts[1:] - cuts[:-1]
     start = jnp.minimum(start, jnp.maximum(total - 1, 0))
     at, head, block, _ = locate(start)
     last = jnp.clip(start + count - 1, 0, jnp.maximum(total - 1, 0))
     last_at, last_head, last_block, width = locate(last)
     segments = jnp.where(count > 0, (last_at - at) * num_kv_heads + last_head - head + 1, 0)
-    starter = jnp.where(count > 0, (start - block) // share, worker)
+
+    def worker_at(flat):
+        return jnp.sum(flat[:, None] >= cuts, axis=1) - 1
+
+    starter = jnp.where(count > 0, worker_at(start - block), worker)
     live_rows = 0 * worker + num_live
     work = [at, head, block + first[rows][at], count, segments, live_rows, starter]
     task_end = last - last_block + width
     is_split = (count > 0) & (last_block < count) & (task_end > start + count)
-    parts = jnp.where(is_split, (task_end - 1) // share - worker + 1, 0)
+    parts = jnp.where(is_split, worker_at(task_end - 1) - worker + 1, 0)
     return Plan(
         rows=rows,
         lens=lens,
