@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from bench import record
 from pallas_kernels.decode_matmul import gpu
+from pallas_kernels.decode_matmul.api import BLOCK_ROWS
 from pallas_kernels.decode_matmul.gpu import Config
 
 LINKS = 12
@@ -29,7 +30,6 @@ PRODUCTS: dict[str, tuple[tuple[int, ...], tuple[Config, ...]]] = {
             Config(96, 128, 2),
             Config(48, 128, 1),
             Config(192, 64, 4),
-            Config(96, 64, 2, cluster=2),
         ),
     ),
     "o": (
@@ -39,8 +39,6 @@ PRODUCTS: dict[str, tuple[tuple[int, ...], tuple[Config, ...]]] = {
             Config(64, 128, 2),
             Config(128, 64, 4),
             Config(32, 128, 1),
-            Config(64, 64, 2, cluster=2),
-            Config(128, 64, 4, cluster=2),
         ),
     ),
     "gate_up": (
@@ -50,9 +48,6 @@ PRODUCTS: dict[str, tuple[tuple[int, ...], tuple[Config, ...]]] = {
             Config(112, 128),
             Config(56, 64),
             Config(64, 64),
-            Config(112, 64, cluster=2),
-            Config(64, 64, cluster=2),
-            Config(56, 64, cluster=4),
         ),
     ),
     "down": (
@@ -62,10 +57,16 @@ PRODUCTS: dict[str, tuple[tuple[int, ...], tuple[Config, ...]]] = {
             Config(64, 128, 2),
             Config(128, 128, 4),
             Config(256, 64, 8),
-            Config(128, 64, 4, cluster=2),
         ),
     ),
     "head": ((128256, 4096), (Config(128, 64), Config(192, 64), Config(96, 128))),
+}
+# Of two blocks of rows.
+WIDE: dict[str, tuple[Config, ...]] = {
+    "qkv": (Config(96, 64),),
+    "o": (Config(64, 64), Config(128, 64, 2)),
+    "gate_up": (Config(112, 64), Config(112, 32), Config(64, 64)),
+    "down": (Config(128, 64, 2), Config(64, 64)),
 }
 
 
@@ -122,7 +123,8 @@ def main() -> None:
         shape, configs = PRODUCTS[name]
         for rows in map(int, arguments.rows.split(",")):
             cases += [(name, shape, rows, "xla", None)]
-            cases += [(name, shape, rows, str(c), c) for c in configs]
+            chosen = configs if rows <= BLOCK_ROWS else WIDE.get(name, ())
+            cases += [(name, shape, rows, str(c), c) for c in chosen]
     compiled: dict[Any, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         futures = [threads.submit(compile_chain, c[2], c[1], c[4]) for c in cases]

@@ -26,7 +26,7 @@ from jaxserve.memory import kv_cache
 from jaxserve.models.registry import BuiltModel
 from jaxserve.scheduler.sequence import Batch, Row
 from jaxserve.types import ALL_LOGPROBS, BucketStats, ConfigError, TokenLogprobs, TokenSampling
-from pallas_kernels.decode_matmul.api import MAX_ROWS
+from pallas_kernels.decode_matmul.api import BLOCK_ROWS, MAX_ROWS
 from pallas_kernels.paged_attention.api import (
     Implementation,
     paged_attention,
@@ -51,10 +51,9 @@ def compiler_options(platform: str, shape: StepShape) -> dict[str, Any]:
     if platform != "gpu":
         return {}
     options: dict[str, Any] = {}
-    is_small = shape.kind == "decode" and shape.tokens <= MAX_ROWS
-    if is_small or shape.kind == "mixed":
+    if shape.kind == "mixed" or shape.tokens <= MAX_ROWS:
         options["xla_gpu_enable_command_buffer"] = ""
-    if not is_small:
+    if shape.kind == "mixed" or shape.tokens > BLOCK_ROWS:
         options["xla_gpu_enable_triton_gemm"] = False
     return options
 

@@ -1,21 +1,28 @@
 """Which products of a decode step run in a kernel of our own, and how their work is cut."""
 
 import functools
+import math
 
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.decode_matmul.config import Config
 
-MAX_ROWS = 128
-"""With more, operations cost more than bytes, and XLA's product is as fast."""
+BLOCK_ROWS = 128
+"""Of a thread block, at most. With more, operations cost more than bytes, and XLA's product is as
+fast, but for gated ones of nearly two blocks, whose rest costs XLA kernels of their own."""
+MIN_TWO_BLOCKS_ROWS, MAX_ROWS = 225, 2 * BLOCK_ROWS
+MAX_ADDING_ROWS = 128
+"""With more, the rows that each block of a product that isn't split reads cost more than a kernel
+of the sum's own."""
 MULTIPROCESSORS = 132
 XLA_TILE = 128
 """Rows, and outputs, of a tile of XLA's products."""
 MAX_SPLIT_ROWS, MAX_SPLIT_TILES = 256, 96
 """Up to which XLA splits a product itself, as its compiled steps show (JAX 0.11.2)."""
 
-# Measured on an H200 (bench/decode_matmul.py): device kind -> shape of the weight -> Config.
+# Of up to BLOCK_ROWS rows, measured on an H200 (bench/decode_matmul.py): device kind -> shape of
+# the weight -> Config.
 TUNED: dict[str, dict[tuple[int, ...], Config]] = {
     "NVIDIA H200": {
         (6144, 4096): Config(96, 64, 2),
@@ -34,17 +41,12 @@ def xla_splits(device_kind: str | None, rows: int, shape: tuple[int, ...], dtype
     adds up the parts in kernels of their own, 3 us each (an 8B Llama at 256 rows, H200).
     """
     outputs, inputs = shape
-    if device_kind is None or not dispatch.is_hopper(device_kind) or rows <= MAX_ROWS:
+    if device_kind is None or not dispatch.is_hopper(device_kind) or rows > MAX_SPLIT_ROWS:
         return 1
-    if rows > MAX_SPLIT_ROWS or dtype not in (jnp.bfloat16, jnp.float16) or inputs % 128:
+    if dtype not in (jnp.bfloat16, jnp.float16) or inputs % 128:
         return 1
     tiles = -(-rows // XLA_TILE) * -(-outputs // XLA_TILE)
     return 2 if tiles <= MAX_SPLIT_TILES else 1
-
-
-MAX_ADDING_ROWS = 64
-"""With more, the rows that each block of a product that isn't split reads cost more than a kernel
-of the sum's own."""
 
 
 @functools.cache
@@ -81,10 +83,12 @@ def choose(
         return None
     if dtype not in (jnp.bfloat16, jnp.float16):
         return None
-    if config := TUNED.get(device_kind, {}).get(shape):
-        return config
     if inputs % 64 or outputs * inputs < 1 << 22:
         return None
+    if rows > BLOCK_ROWS:
+        return _of_two_blocks(outputs) if gated and rows >= MIN_TWO_BLOCKS_ROWS else None
+    if config := TUNED.get(device_kind, {}).get(shape):
+        return config
     best: tuple[float, Config] | None = None
     for block_n in range(32, 129 if gated else 257, 16):
         if outputs % block_n:
@@ -101,3 +105,13 @@ def choose(
                 if best is None or cost < best[0]:
                     best = cost, Config(block_n, 64, splits)
     return best and best[1]
+
+
+def _of_two_blocks(outputs: int) -> Config | None:
+    """How a gated product of two blocks of rows is cut: None where multiprocessors would be idle
+    for more than a tenth of the waves."""
+    for block_n in range(128, 63, -16):
+        waves = 2 * outputs / block_n / MULTIPROCESSORS
+        if outputs % block_n == 0 and waves / math.ceil(waves) > 0.9:
+            return Config(block_n, 64)
+    return None

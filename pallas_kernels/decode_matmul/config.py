@@ -9,13 +9,12 @@ SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
 @dataclasses.dataclass(frozen=True)
 class Config:
     """block_n: outputs of a thread block (of each half where gated). block_k: inputs a copy.
-    splits: shares of the inputs. cluster: neighbours that share the copies of the rows. adds:
-    whether it's `decode_matmul_add`'s, which keeps the residual stream's rows, too."""
+    splits: shares of the inputs. adds: whether it's `decode_matmul_add`'s, which keeps rows of the
+    residual stream, too."""
 
     block_n: int
     block_k: int = 64
     splits: int = 1
-    cluster: int = 1
     stages: int = 0
     adds: bool = False
 

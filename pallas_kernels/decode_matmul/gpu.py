@@ -1,9 +1,9 @@
 """Products of few rows with a large weight on a Hopper GPU: Pallas Mosaic GPU kernels.
 
-A decode step multiplies 1 to 256 rows with every weight, so a product should take the time in which
-its weight is read and little else. Each thread block owns a tile of outputs and a share of the
-inputs, in one wave over the card, with a ring of copies in shared memory deep enough to keep memory
-busy; the weight is read once, the rows once a block (out of L2):
+A decode step multiplies few rows with every weight, so a product of up to 128 should take the time
+in which its weight is read and little else. Each thread block owns a tile of outputs and a share of
+the inputs, in one wave over the card, with a ring of copies in shared memory deep enough to keep
+memory busy; the weight is read once, the rows once a block (out of L2):
 
                 inputs K
               +----+----+----+----+
@@ -12,7 +12,8 @@ busy; the weight is read once, the rows once a block (out of L2):
               | 4  | 5  | 6  | 7  |   follows a product reads it all anyway (a norm, rotary
               +----+----+----+----+   positions, a residual)
 
-Rows are the left side of a wgmma, 64 a warpgroup; what the rows past the last one hold is never
+Rows are the left side of a wgmma, 64 a warpgroup, 128 a thread block at most. More are two blocks'
+of a cluster, which get each other's weights, too. What the rows past the last one hold is never
 written. Weights lie as checkpoints have them, outputs first.
 
 A product that isn't split can also do what else stands between it and the next: `decode_matmul_add`
@@ -85,7 +86,7 @@ def decode_matmul_add(
 ) -> tuple[Float[Array, "M N"], Float[Array, "M N"], Float[Array, "padded_M blocks"]]:
     """hidden + x times the weight's transpose, the same times `scale`, both in x's dtype, and the
     sums of each block's squares of the first, whose total is that of a row."""
-    assert config.splits == config.cluster == 1
+    assert config.splits == 1
     total, scaled, squares = _call(x, weight, None, hidden, scale, config, False, 0.0, interpret)
     return total[: len(x)], scaled[: len(x)], squares
 
@@ -95,53 +96,60 @@ def _call(x, weight, squares, hidden, scale, config, gated, eps, interpret):
     outputs, halves = weight.shape[0], 2 if gated else 1
     assert weight.shape[-1] == inputs, (x.shape, weight.shape)
     assert inputs % config.block_k == 0, (inputs, config)
-    assert outputs % (config.block_n * config.cluster) == 0, (outputs, config)
+    assert outputs % config.block_n == 0, (outputs, config)
     adds = hidden is not None
     warpgroups = 1 if num_rows <= BLOCK_M else 2
-    block_m = BLOCK_M * math.ceil(num_rows / (BLOCK_M * warpgroups))  # rows of a warpgroup
-    rows = block_m * warpgroups
+    rows = BLOCK_M * warpgroups  # of a thread block
+    row_blocks = math.ceil(num_rows / rows)
+    assert row_blocks <= 2, num_rows
     out_dtype = x.dtype if gated or adds else jnp.float32
     stages = config.num_stages(rows, halves)
     assert stages >= 2, config
     # Copies move 8 rows at least; they may reach past an array's end, though not interpreted.
     copied = min(rows, 8 * math.ceil(num_rows / 8))
     if interpret is not None:
-        x = jnp.pad(x, ((0, copied - num_rows), (0, 0)))
-        hidden = jnp.pad(hidden, ((0, copied - num_rows), (0, 0))) if adds else None
+        padding = (0, row_blocks * copied - num_rows), (0, 0)
+        x, hidden = jnp.pad(x, padding), jnp.pad(hidden, padding) if adds else None
     swizzle = plgpu.find_swizzle(config.block_n * jnp.dtype(out_dtype).itemsize * 8)
     lanes = swizzle // jnp.dtype(out_dtype).itemsize
     tiled = _tiled(min(128, config.block_k * 2), 2)
     whole = jax.ShapeDtypeStruct((len(x), outputs), out_dtype)
     if adds:
         blocks = outputs // config.block_n
-        out_type = [whole, whole, jax.ShapeDtypeStruct((rows, blocks), jnp.float32)]
+        squares_type = jax.ShapeDtypeStruct((row_blocks * rows, blocks), jnp.float32)
+        out_type = [whole, whole, squares_type]
     elif gated:
         out_type = [whole]
     else:
         out_type = [jax.ShapeDtypeStruct((config.splits, *whole.shape), out_dtype)]
     free: Any = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
-    if config.cluster > 1:
+    grid, grid_names, cluster = (config.splits, outputs // config.block_n), ("split", "tile"), {}
+    is_cluster = row_blocks > 1 and interpret is None  # which has none
+    if is_cluster:
+        cluster = {"cluster": (row_blocks,), "cluster_names": ("row_block",)}
         free = plgpu.ClusterBarrier(
-            collective_axes=("member",), num_arrivals=warpgroups, num_barriers=stages
+            collective_axes=("row_block",), num_arrivals=warpgroups, num_barriers=stages
         )
+    else:
+        grid, grid_names = (row_blocks, *grid), ("row_block", *grid_names)
     x_smem = plgpu.SMEM((stages, rows, config.block_k), x.dtype, transforms=tiled)
-    weight_smem = plgpu.SMEM((stages, config.block_n, config.block_k), x.dtype, transforms=tiled)
+    # Gate and up one below the other are one right side: the rows are read once for both.
+    weight_smem = plgpu.SMEM(
+        (stages, halves * config.block_n, config.block_k), x.dtype, transforms=tiled
+    )
     out_smem = plgpu.SMEM(
         (rows, config.block_n),
         out_dtype,
         transforms=(plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(swizzle)),
     )
     scratch = {
-        "smem": plgpu.RefUnion([x_smem, *[weight_smem] * halves], [out_smem] * (1 + adds)),
+        "smem": plgpu.RefUnion([x_smem, weight_smem], [out_smem] * (1 + adds)),
         "hidden_smem": out_smem if adds else None,
         "hidden_full": plgpu.Barrier() if adds else None,
         "full": plgpu.Barrier(num_arrivals=1 + halves, num_barriers=stages),
         "free": free,
         "done": plgpu.Barrier(num_arrivals=warpgroups),
     }
-    cluster = {}
-    if config.cluster > 1:
-        cluster = {"cluster": (config.cluster,), "cluster_names": ("member",)}
     inputs = [x, weight, squares, hidden, scale]
     names = [
         name
@@ -155,15 +163,15 @@ def _call(x, weight, squares, hidden, scale, config, gated, eps, interpret):
             names=names,
             eps=eps,
             copied=copied,
-            block_m=block_m,
+            is_cluster=is_cluster,
             warpgroups=warpgroups,
             config=config,
             interpret=interpret,
         ),
         out_type=out_type,
         scratch_types=scratch,
-        grid=(config.splits, outputs // (config.block_n * config.cluster)),
-        grid_names=("split", "tile"),
+        grid=grid,
+        grid_names=grid_names,
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name=name,
@@ -192,16 +200,16 @@ def _block(
     names,
     eps,
     copied,
-    block_m,
+    is_cluster,
     warpgroups,
     config,
     interpret,
 ):
-    (x_smem, *weight_smem), out_smems = smem
+    (x_smem, weight_smem), out_smems = smem
     more, out_refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
     split, tile = lax.axis_index("split"), lax.axis_index("tile")
-    if config.cluster > 1:
-        tile = tile * config.cluster + lax.axis_index("member")
+    halves = weight_smem.shape[1] // config.block_n
+    first_row = lax.axis_index("row_block") * x_smem.shape[1]
     warpgroup = lax.axis_index("warpgroup")
     stages, block_n, block_k = full.shape[0], config.block_n, config.block_k
     num_blocks = weight_ref.shape[-1] // block_k
@@ -218,23 +226,23 @@ def _block(
 
         def load_weight(i, _):
             stage, inputs = stage_of(i)
-            for half, smem in enumerate(weight_smem):
-                outputs = pl.ds(first_out, block_n)
-                source = (
-                    weight_ref.at[outputs, inputs]
-                    if len(weight_smem) == 1
-                    else weight_ref.at[outputs, half, inputs]
+            outputs = pl.ds(first_out, block_n)
+            for half in range(halves):
+                source = weight_ref.at[outputs] if halves == 1 else weight_ref.at[outputs, half]
+                plgpu.copy_gmem_to_smem(
+                    source.at[:, inputs],
+                    weight_smem.at[stage, pl.ds(half * block_n, block_n)],
+                    full.at[stage],
+                    collective_axes="row_block" if is_cluster else None,
                 )
-                plgpu.copy_gmem_to_smem(source, smem.at[stage], full.at[stage])
             return ()
 
         def load_rows(i, _):
             stage, inputs = stage_of(i)
             plgpu.copy_gmem_to_smem(
-                x_ref.at[pl.ds(0, copied), inputs],
+                x_ref.at[pl.ds(first_row, copied), inputs],
                 x_smem.at[stage, pl.ds(0, copied)],
                 full.at[stage],
-                collective_axes="member" if config.cluster > 1 else None,
             )
             return ()
 
@@ -254,7 +262,7 @@ def _block(
         lax.fori_loop(0, ahead, load_rows, ())
         if hidden_smem is not None:
             plgpu.copy_gmem_to_smem(
-                more["hidden"].at[pl.ds(0, copied), pl.ds(first_out, block_n)],
+                more["hidden"].at[pl.ds(first_row, copied), pl.ds(first_out, block_n)],
                 hidden_smem.at[pl.ds(0, copied)],
                 hidden_full,
             )
@@ -276,21 +284,22 @@ def _block(
     def _():
         registers = 232 if warpgroups == 2 else 240
         plgpu.set_max_registers(registers, action="increase")
-        rows = pl.ds(warpgroup * block_m, block_m)
+        first = warpgroup * BLOCK_M
+        rows, out_rows = (pl.ds(start, BLOCK_M) for start in (first, first_row + first))
         outputs = pl.ds(first_out, block_n)
         factor = None
         if "squares" in more:
             wait_for_inputs(interpret)
-            squares = plgpu.load(more["squares"].at[rows], optimized=False)
+            squares = plgpu.load(more["squares"].at[out_rows], optimized=False)
             factor = lax.rsqrt(squares.sum(axis=1) / x_ref.shape[1] + eps)
 
-        def products(*accs):
+        def products(acc):
             def multiply(i, _):
                 stage = lax.rem(i, jnp.int32(stages))
                 plgpu.barrier_wait(full.at[stage])
-                for acc, smem in zip(accs, weight_smem, strict=True):
-                    plgpu.wgmma(acc, x_smem.at[stage, rows], smem.at[stage].transpose((1, 0)))
-                plgpu.wgmma_wait(len(accs))
+                weights = weight_smem.at[stage].transpose((1, 0))
+                plgpu.wgmma(acc, x_smem.at[stage, rows], weights)
+                plgpu.wgmma_wait(1)
 
                 @pl.when(i > 0)  # the block before has been read
                 def _():
@@ -301,15 +310,14 @@ def _block(
             lax.fori_loop(0, count, multiply, ())
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(free.at[lax.rem(count - 1, jnp.int32(stages))])
-            return [acc[...] for acc in accs]
+            return acc[...]
 
-        shape = plgpu.ACC((block_m, block_n), jnp.float32)
-        sums = pl.run_scoped(products, *[shape] * len(weight_smem))
+        out = pl.run_scoped(products, plgpu.ACC((BLOCK_M, halves * block_n), jnp.float32))
         if factor is not None:
-            sums = [x * lax.broadcast_in_dim(factor, x.shape, (0,)) for x in sums]
-        out, *up = sums
-        if up:
-            out = out * (1 / (1 + jnp.exp(-out))) * up[0]
+            out = out * lax.broadcast_in_dim(factor, out.shape, (0,))
+        if halves == 2:
+            gate, up = out[:, :block_n], out[:, block_n:]
+            out = gate * (1 / (1 + jnp.exp(-gate))) * up
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)  # nobody reads the ring any more, whose memory this is
         outs = [out]
@@ -317,14 +325,17 @@ def _block(
             plgpu.barrier_wait(hidden_full)
             total = out + hidden_smem[rows].astype(jnp.float32)
             total = total.astype(x_ref.dtype).astype(jnp.float32)  # as the residual stream has it
-            out_refs[2][rows, tile] = (total * total).sum(axis=1)
+            out_refs[2][out_rows, tile] = (total * total).sum(axis=1)
             scale = plgpu.load(more["scale"].at[outputs], optimized=False).astype(jnp.float32)
             outs = [total, total * lax.broadcast_in_dim(scale, total.shape, (1,))]
         for out, out_smem in zip(outs, out_smems, strict=True):
             out_smem[rows] = out.astype(out_smem.dtype)
         plgpu.commit_smem()
-        written = pl.ds(warpgroup * block_m, min(block_m, copied))
+        written = min(BLOCK_M, copied)
         for out_ref, out_smem in zip(out_refs, out_smems, strict=False):
             out_ref = out_ref if len(out_ref.shape) == 2 else out_ref.at[split]
-            plgpu.copy_smem_to_gmem(out_smem.at[written], out_ref.at[written, outputs])
+            plgpu.copy_smem_to_gmem(
+                out_smem.at[pl.ds(first, written)],
+                out_ref.at[pl.ds(first_row + first, written), outputs],
+            )
         plgpu.wait_smem_to_gmem(0)
