@@ -5,6 +5,7 @@ libtpu; `make test-aot` installs both. tests/fixtures/h200.txtpb describes the c
 
 import collections
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -23,8 +24,14 @@ from jaxserve.execution.programs import Exported
 from jaxserve.execution.runner import Runner
 from jaxserve.models import registry
 from pallas_kernels.add_norm.gpu import add_norm
-from pallas_kernels.decode_matmul.api import TUNED, choose
-from pallas_kernels.decode_matmul.gpu import decode_matmul
+from pallas_kernels.decode_matmul.api import (
+    BLOCK_ROWS,
+    MAX_ROWS,
+    TUNED,
+    choose,
+    choose_adding,
+)
+from pallas_kernels.decode_matmul.gpu import decode_matmul, decode_matmul_add
 from pallas_kernels.paged_attention import AttentionMeta, gpu_rotate, paged_attention
 from sharding.mesh import make_mesh
 
@@ -185,23 +192,32 @@ def test_h200_kernels_that_start_early_read_only_what_is_old_before_they_wait(mo
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     compile_decode(h200()[0], "gpu", 24, 6, 128, 16, jnp.bfloat16)
     whole = NamedSharding(make_mesh(MeshConfig(), h200()), PartitionSpec())
-    x, weight, parts, row = (
+    x, weight, square, wide, parts, row, squares = (
         jax.ShapeDtypeStruct(dims, dtype, sharding=whole)
         for dims, dtype in (
             ((8, 4096), jnp.bfloat16),
             ((6144, 4096), jnp.bfloat16),
+            ((4096, 4096), jnp.bfloat16),
+            ((12288, 2, 4096), jnp.bfloat16),
             ((4, 8, 4096), jnp.float32),
             ((4096,), jnp.bfloat16),
+            ((64, 128), jnp.float32),
         )
     )
-    config = choose("NVIDIA H200", 8, weight.shape, jnp.dtype(jnp.bfloat16))
-    jax.jit(functools.partial(decode_matmul, config=config)).lower(x, weight).compile()
+    for weights, more in ((weight, ()), (wide, (squares,))):
+        config = choose("NVIDIA H200", 8, weights.shape, x.dtype)
+        product = functools.partial(decode_matmul, config=config, gated=weights is wide)
+        jax.jit(product).lower(x, weights, *more).compile()
+    config = choose_adding("NVIDIA H200", 8, square.shape, x.dtype)
+    adding = functools.partial(decode_matmul_add, config=config)
+    jax.jit(adding).lower(x, square, x, row).compile()
     jax.jit(functools.partial(add_norm, eps=1e-5)).lower(x, parts, row).compile()
     compile_rotation(num_parts=2, num_tokens=8, dtype=jnp.float32)
     found = re.split(r"\.visible \.entry (\w+)_mosaic_gpu_kernel\(", capfd.readouterr().out)
     texts = dict(zip(found[1::2], found[2::2], strict=True))
     assert set(texts) == {
-        "paged_decode", "write_kv", "decode_matmul", "add_norm", "rotate_and_write",
+        "paged_decode", "write_kv", "decode_matmul", "decode_matmul_gated", "decode_matmul_add",
+        "add_norm", "rotate_and_write",
     }  # fmt: skip
     for name, text in texts.items():
         assert "griddepcontrol.launch_dependents" in text, name
@@ -211,7 +227,7 @@ def test_h200_kernels_that_start_early_read_only_what_is_old_before_they_wait(mo
         assert "ld.global" not in before or name == "paged_decode", name  # its plan
         maps = set(re.findall(r"cp\.async\.bulk\.\S+ \[%\w+\], \[(%\w+)", before))
         # of the weight, of the cache
-        assert len(maps) == (name in ("decode_matmul", "paged_decode")), name
+        assert len(maps) == (name.startswith("decode_matmul") or name == "paged_decode"), name
 
 
 @pytest.mark.parametrize(
@@ -226,8 +242,15 @@ def test_h200_rotation_spills_nothing_and_copies_no_cache(
     assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
 
 
-@pytest.mark.parametrize("rows", [1, 64, 128])
-@pytest.mark.parametrize("shape", [*TUNED["NVIDIA H200"], (5120, 5120), (8960, 2, 1536)])
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        *itertools.product(
+            [*TUNED["NVIDIA H200"], (5120, 5120), (8960, 2, 1536)], (1, 64, BLOCK_ROWS)
+        ),
+        ((14336, 2, 4096), MAX_ROWS),
+    ],
+)
 def test_h200_products_spill_nothing(shape, rows, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     mesh = make_mesh(MeshConfig(), h200())
@@ -251,6 +274,17 @@ def test_h200_products_spill_nothing(shape, rows, monkeypatch, capfd):
     )
     scale = jax.ShapeDtypeStruct((4096,), jnp.bfloat16, sharding=whole)
     jax.jit(functools.partial(add_norm, eps=1e-5)).lower(row, parts, scale).compile()
+    adds = len(shape) == 2 and choose_adding("NVIDIA H200", rows, shape, x.dtype)
+    assert bool(adds) == (shape == (4096, 4096))
+    if adds:
+        adding = functools.partial(decode_matmul_add, config=adds)
+        lowered = jax.jit(adding).lower(x, weight, row, scale)
+        squares = jax.ShapeDtypeStruct(lowered.out_info[2].shape, jnp.float32, sharding=whole)
+        lowered.compile()
+        wide = jax.ShapeDtypeStruct((14336, 2, 4096), jnp.bfloat16, sharding=whole)
+        config = choose("NVIDIA H200", rows, wide.shape, x.dtype)
+        after = functools.partial(decode_matmul, config=config, gated=True, eps=1e-5)
+        jax.jit(after).lower(x, wide, squares).compile()
     said = "".join(capfd.readouterr())
     assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
 
@@ -297,10 +331,14 @@ def test_h200_step_of_an_8b_model_copies_neither_weights_nor_cache(kind, tokens,
     assert len(writes) == len(attends) == LAYERS
     for before, after in zip(writes, attends, strict=True):
         assert kind == "mixed" or len(after - before) == 2  # queries, cache
-    # Four products a layer; two norms, but for the first, which has nothing to add.
-    own = (kind, tokens, tensor) == ("decode", 64, 1)
-    assert kernels(text, "decode_matmul") == 4 * LAYERS * own
-    assert kernels(text, "add_norm") == (2 * LAYERS - 1) * (tensor == 1)
+    # Four products a layer, of 256 rows the gated one; two norms, but for the first, which has
+    # nothing to add, and those that a product does.
+    own = tensor == 1 and tokens <= BLOCK_ROWS
+    gated = tensor == 1 and tokens <= MAX_ROWS
+    assert kernels(text, "decode_matmul") == LAYERS * (4 if own else int(gated))
+    assert kernels(text, "decode_matmul_gated") == LAYERS * gated
+    assert kernels(text, "decode_matmul_add") == LAYERS * own
+    assert kernels(text, "add_norm") == ((2 - own) * LAYERS - 1) * (tensor == 1)
     # Parts of products are added by what reads them.
     assert tensor > 1 or not re.findall(r"reduce_fusion.*layer_.*dot_general", text)
     assert len(re.findall(r" scatter\(.*decode_plan", text)) == 1

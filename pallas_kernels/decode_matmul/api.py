@@ -41,9 +41,9 @@ def xla_splits(device_kind: str | None, rows: int, shape: tuple[int, ...], dtype
     adds up the parts in kernels of their own, 3 us each (an 8B Llama at 256 rows, H200).
     """
     outputs, inputs = shape
-    if device_kind is None or not dispatch.is_hopper(device_kind) or rows > MAX_SPLIT_ROWS:
+    if device_kind is None or not dispatch.is_hopper(device_kind) or rows <= BLOCK_ROWS:
         return 1
-    if dtype not in (jnp.bfloat16, jnp.float16) or inputs % 128:
+    if rows > MAX_SPLIT_ROWS or dtype not in (jnp.bfloat16, jnp.float16) or inputs % 128:
         return 1
     tiles = -(-rows // XLA_TILE) * -(-outputs // XLA_TILE)
     return 2 if tiles <= MAX_SPLIT_TILES else 1
