@@ -27,6 +27,7 @@ from pallas_kernels.add_norm.gpu import add_norm
 from pallas_kernels.decode_matmul.api import (
     BLOCK_ROWS,
     MAX_ROWS,
+    MIN_TWO_BLOCKS_ROWS,
     TUNED,
     choose,
     choose_adding,
@@ -249,6 +250,9 @@ def test_h200_rotation_spills_nothing_and_copies_no_cache(
             [*TUNED["NVIDIA H200"], (5120, 5120), (8960, 2, 1536)], (1, 64, BLOCK_ROWS)
         ),
         ((14336, 2, 4096), MAX_ROWS),
+        ((14336, 2, 4096), MIN_TWO_BLOCKS_ROWS),
+        ((4096, 4096), 104),
+        ((4096, 4096), 5),
     ],
 )
 def test_h200_products_spill_nothing(shape, rows, monkeypatch, capfd):

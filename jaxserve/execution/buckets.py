@@ -10,6 +10,8 @@ import enum
 from collections.abc import Sequence
 from typing import Literal
 
+from pallas_kernels.decode_matmul.config import COPIED_ROWS
+
 StepKind = Literal["decode", "mixed"]
 
 
@@ -75,6 +77,7 @@ class Buckets:
     decode_seqs: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
     max_num_seqs: int
+    """As many as may run or, but on a CPU, a few more."""
     pages: int
     sample_rows: tuple[int, ...] = ()
     """Rows of logits that a step's sequences are rounded up to; empty: as decode_seqs."""
@@ -93,6 +96,11 @@ class Buckets:
             sizes += ladder(256, max_batched_tokens) if max_batched_tokens > 256 else []
             tokens = tuple(sorted({*sizes, max_batched_tokens}))
             return cls(tuple(ladder(1, max_num_seqs)), tokens, max_num_seqs, pages)
+        # Above 8 the kernels for few rows take whole eights only.
+        max_num_seqs, max_batched_tokens = (
+            n if n <= COPIED_ROWS else -(-n // COPIED_ROWS) * COPIED_ROWS
+            for n in (max_num_seqs, max_batched_tokens)
+        )
         seqs = ladder(1, max_num_seqs, densest_from=64)
         tokens = ladder(min(256, max_batched_tokens), max_batched_tokens, dense_from=1024)
         powers = ladder(32, max_num_seqs, dense_from=max_num_seqs)

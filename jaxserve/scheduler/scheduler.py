@@ -284,6 +284,8 @@ class Scheduler:
         room = sequence.max_total - len(sequence.token_ids)
         tokens, reason = sequence.matcher.advance(token, room)
         self.num_forced_tokens += max(0, len(tokens) - 1)
+        if tokens[:1] != [token]:  # what a step in flight may have computed isn't so
+            sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids))
         if reason is None and tokens != [token]:
             if any(batch.withdraw(sequence) for batch in self.in_flight):
                 sequence.num_pending -= 1

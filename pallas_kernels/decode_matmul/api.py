@@ -6,12 +6,12 @@ import math
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.decode_matmul.config import Config
+from pallas_kernels.decode_matmul.config import COPIED_ROWS, Config
 
 BLOCK_ROWS = 128
 """Of a thread block, at most. With more, operations cost more than bytes, and XLA's product is as
 fast, but for gated ones of nearly two blocks, whose rest costs XLA kernels of their own."""
-MIN_TWO_BLOCKS_ROWS, MAX_ROWS = 225, 2 * BLOCK_ROWS
+MIN_TWO_BLOCKS_ROWS, MAX_ROWS = 232, 2 * BLOCK_ROWS
 MAX_ADDING_ROWS = 128
 """With more, the rows that each block of a product that isn't split reads cost more than a kernel
 of the sum's own."""
@@ -63,7 +63,9 @@ def choose_adding(
     if rows > MAX_ADDING_ROWS or inputs % 128 or inputs > 8192:
         return None
     for block_n in (32, 64, 96, 128):
-        if not outputs % block_n and 0.9 <= outputs // block_n / MULTIPROCESSORS <= 1:
+        blocks, rest = divmod(outputs, block_n)
+        # Eights: what reads the squares has them side by side, as columns of a wgmma's layout.
+        if not rest and blocks % 8 == 0 and 0.9 <= blocks / MULTIPROCESSORS <= 1:
             return Config(block_n, 128, adds=True)
     return None
 
@@ -84,6 +86,8 @@ def choose(
     if dtype not in (jnp.bfloat16, jnp.float16):
         return None
     if inputs % 64 or outputs * inputs < 1 << 22:
+        return None
+    if rows > COPIED_ROWS and rows % COPIED_ROWS:
         return None
     if rows > BLOCK_ROWS:
         return _of_two_blocks(outputs) if gated and rows >= MIN_TWO_BLOCKS_ROWS else None

@@ -4,6 +4,7 @@ else."""
 import dataclasses
 
 SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
+COPIED_ROWS = 8  # by a copy, of an array that has whole eights or less than one
 
 
 @dataclasses.dataclass(frozen=True)

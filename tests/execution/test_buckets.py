@@ -38,3 +38,12 @@ def test_logits_are_padded_to_few_sizes_where_rows_are_cheap():
     cpu = Buckets.choose(platform="cpu", max_num_seqs=8, max_batched_tokens=64, pages=16)
     assert all(cpu.num_logits(rows) == rows for rows in cpu.decode_seqs)
     assert {s.rows for s in cpu.samples()} == set(cpu.decode_seqs)
+
+
+@pytest.mark.parametrize(("most", "rows"), [(5, 5), (9, 16), (100, 104), (250, 256)])
+def test_more_rows_than_8_are_eights_as_kernels_want_them(most, rows):
+    gpu = Buckets.choose(platform="gpu", max_num_seqs=most, max_batched_tokens=most, pages=16)
+    assert gpu.max_num_seqs == gpu.decode_seqs[-1] == gpu.logit_rows[-1] == gpu.mixed_tokens[-1]
+    assert gpu.max_num_seqs == rows
+    sizes = {*gpu.decode_seqs, *gpu.mixed_tokens, *gpu.logit_rows}
+    assert all(size <= 8 or size % 8 == 0 for size in sizes)

@@ -137,6 +137,7 @@ def test_two_blocks_of_rows_where_they_fill_whole_waves(rows, shape, config):
         (MAX_ADDING_ROWS + 1, (4096, 4096), "bfloat16", None),
         (1, (4096, 14336), "bfloat16", None),  # its blocks would read too much of the rows
         (1, (5120, 5120), "bfloat16", None),  # 80 blocks of 64
+        (1, (4224, 4096), "bfloat16", None),  # 132 of 32, whose squares aren't eights
         (1, (4096, 4096), "float16", None),
     ],
 )
@@ -155,6 +156,8 @@ def test_products_that_add_fill_a_wave(rows, shape, dtype, block_n):
         ("NVIDIA H200", 1, (128256, 4096), "bfloat16"),
         ("NVIDIA H200", 1, (576, 576), "bfloat16"),
         ("NVIDIA H200", 1, (4096, 4128), "bfloat16"),
+        ("NVIDIA H200", 9, (4096, 4096), "bfloat16"),  # a whole copy of 8, and a part of one
+        ("NVIDIA H200", 250, (14336, 2, 4096), "bfloat16"),
         ("NVIDIA H200", 1, (4096, 4096), "float32"),
     ],
 )

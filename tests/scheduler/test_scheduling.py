@@ -284,6 +284,26 @@ def test_a_step_whose_rows_see_each_other_is_mixed():
     assert run_step(scheduler)[0].kind == "decode"
 
 
+def test_a_page_whose_last_token_a_grammar_replaced_is_not_shared():
+    class Replaces:
+        error = ""
+
+        def advance(self, token, room):
+            return [TOKEN + 1, TOKEN], "length"
+
+    scheduler = make_scheduler()
+    sequence = scheduler.add(make_request(15))
+    sequence.matcher = Replaces()
+    first, second = schedule(scheduler), schedule(scheduler)
+    assert (second.rows[0].start, second.rows[0].token_pending) == (15, True)
+    scheduler.commit(first, [TOKEN])
+    scheduler.commit(second, [TOKEN])
+    assert sequence.token_ids[15:] == [TOKEN + 1, TOKEN]
+    late = scheduler.add(make_request(sequence.token_ids))
+    run_step(scheduler)  # which computes the page: the step in flight had another token there
+    assert (late.num_cached, late.num_computed) == (0, 17)
+
+
 def test_equal_generated_pages_are_kept_once():
     scheduler = make_scheduler()
     for _ in range(3):
