@@ -26,6 +26,7 @@ def allow_next(interpret: Any = None) -> None:
 
 def wait_for_inputs(interpret: Any = None) -> None:
     """Waits, in the threads that call it, until the kernels ahead have ended and what they wrote
-    can be read. Only weights may be read before."""
+    can be read. Only what is older may be read before: weights, and what was there when the kernel
+    ahead started, if that one waits before it allows (see `paged_attention.gpu_decode`)."""
     if interpret is None:
         plgpu.griddepcontrol_wait()
