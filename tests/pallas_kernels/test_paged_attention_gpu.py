@@ -52,8 +52,9 @@ def check(case, config, races=False, **how):
     assert difference.max() <= tolerance
 
 
-@pytest.mark.parametrize("window", [None, 1, 70])
-@pytest.mark.parametrize("workers", [1, 3, 20])
+@pytest.mark.parametrize(
+    ("workers", "window"), [(1, None), (1, 70), (3, None), (3, 1), (3, 70), (20, None), (20, 1)]
+)
 def test_ragged_rows_over_few_and_many_workers(window, workers):
     rows = tuple((1, n) for n in (300, 1, 64, 65))
     case = Case("", rows, **SMALL, sliding_window=window, padding_rows=1)
@@ -116,7 +117,7 @@ def test_two_workers_a_thread_block_and_no_races():
 
 
 @pytest.mark.parametrize(
-    ("workers", "queries", "window"), [(1, 1, None), (4, 1, 70), (4, 5, None), (20, 1, None)]
+    ("workers", "queries", "window"), [(4, 1, 70), (4, 5, None), (20, 1, None)]
 )
 def test_first_segments_that_are_read_early(workers, queries, window):
     rows = tuple((queries, n) for n in (300, queries, 64, 65, 129))
