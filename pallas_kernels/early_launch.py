@@ -7,7 +7,8 @@ others on the stream write or read.
 
 So what a launch costs, and the first bytes of weights, are hidden behind the kernel ahead. A small
 kernel allows at once, one that reads much with its last copies: earlier, the next one's would only
-take bandwidth from it (1 to 2 % of a decode step, H200). Every kernel that allows must also wait:
+take bandwidth from it (1 to 2 % of a decode step, H200). One ahead of attention waits first, since
+attention reads old cache and its plan before it waits. Every kernel that allows must also wait:
 then all that came before kernel N has ended too.
 """
 

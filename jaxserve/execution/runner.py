@@ -40,10 +40,10 @@ def compiler_options(platform: str, shape: StepShape) -> dict[str, Any]:
     """Of a step. What was measured: an 8B Llama on an H200, JAX 0.11.2.
 
     A command buffer keeps kernels from starting before the ones ahead have ended (see
-    `pallas_kernels.early_launch`), which is 1 to 4 % of a decode step whose products are kernels of
-    our own. Before its first kernel may start it is brought up to date: 2 ms for a prefill, whose
-    long kernels gain nothing from it. It saves the host half of what sending a step costs, and 1 %
-    of a step of 480 rows.
+    `pallas_kernels.early_launch`), which is 1 to 4 % of a decode step of up to 256 rows. Before its
+    first kernel may start it is brought up to date: 2 ms for a prefill, whose long kernels gain
+    nothing from it. It saves the host half of what sending a step costs, and 1 % of a step of 480
+    rows.
 
     Of products of more rows, which are XLA's, cuBLAS has the fastest; trying Triton's too takes a
     third of the time to compile a step.

@@ -12,7 +12,7 @@ BLOCK_ROWS = 128
 """Of a thread block, at most. With more, operations cost more than bytes, and XLA's product is as
 fast, but for gated ones of nearly two blocks, whose rest costs XLA kernels of their own."""
 MIN_TWO_BLOCKS_ROWS, MAX_ROWS = 232, 2 * BLOCK_ROWS
-MAX_ADDING_ROWS = 128
+MAX_ADDING_INPUTS = 8192
 """With more, the rows that each block of a product that isn't split reads cost more than a kernel
 of the sum's own."""
 MULTIPROCESSORS = 132
@@ -60,13 +60,13 @@ def choose_adding(
     outputs, inputs = shape
     if choose(device_kind, rows, shape, dtype) is None or dtype != jnp.bfloat16:
         return None
-    if rows > MAX_ADDING_ROWS or inputs % 128 or inputs > 8192:
+    if inputs % 128 or inputs > MAX_ADDING_INPUTS:
         return None
     for block_n in (32, 64, 96, 128):
         blocks, rest = divmod(outputs, block_n)
         # Eights: what reads the squares has them side by side, as columns of a wgmma's layout.
         if not rest and blocks % 8 == 0 and 0.9 <= blocks / MULTIPROCESSORS <= 1:
-            return Config(block_n, 128, adds=True)
+            return Config(block_n, 128)
     return None
 
 

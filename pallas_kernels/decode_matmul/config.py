@@ -10,17 +10,16 @@ COPIED_ROWS = 8  # by a copy, of an array that has whole eights or less than one
 @dataclasses.dataclass(frozen=True)
 class Config:
     """block_n: outputs of a thread block (of each half where gated). block_k: inputs a copy.
-    splits: shares of the inputs. adds: whether it's `decode_matmul_add`'s, which keeps rows of the
-    residual stream, too."""
+    splits: shares of the inputs."""
 
     block_n: int
     block_k: int = 64
     splits: int = 1
     stages: int = 0
-    adds: bool = False
 
-    def num_stages(self, rows: int, halves: int) -> int:
-        """Copies in flight: as many as shared memory holds."""
+    def num_stages(self, rows: int, halves: int, *, adds: bool = False) -> int:
+        """Copies in flight: as many as shared memory holds; of `decode_matmul_add` beside its rows
+        of the residual stream."""
         stage = (rows + halves * self.block_n) * self.block_k * 2
-        kept = rows * self.block_n * 2 if self.adds else 0
+        kept = rows * self.block_n * 2 if adds else 0
         return min(self.stages or 12, (SHARED_BYTES - 2048 - kept) // stage)

@@ -103,7 +103,7 @@ def _call(x, weight, squares, hidden, scale, config, gated, eps, interpret):
     row_blocks = math.ceil(num_rows / rows)
     assert row_blocks <= 2, num_rows
     out_dtype = x.dtype if gated or adds else jnp.float32
-    stages = config.num_stages(rows, halves)
+    stages = config.num_stages(rows, halves, adds=adds)
     assert stages >= 2, config
     # Copies move 8 rows at least; they may reach past an array's end, though not interpreted.
     copied = min(rows, 8 * math.ceil(num_rows / 8))

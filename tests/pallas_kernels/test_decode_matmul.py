@@ -13,7 +13,6 @@ from jaxserve.layers import norm
 from jaxserve.layers.linear import linear, linear_in_parts
 from pallas_kernels.decode_matmul.api import (
     BLOCK_ROWS,
-    MAX_ADDING_ROWS,
     MAX_ROWS,
     MIN_TWO_BLOCKS_ROWS,
     MULTIPROCESSORS,
@@ -67,7 +66,7 @@ def test_two_products_do_the_sum_and_the_norm_between_them(rows, gated):
     hidden, next_weight = arrays(rows, (32, 2, 64) if gated else (32, 64), seed=1)
     rng = np.random.default_rng(2)
     scale = jnp.asarray(rng.uniform(0.5, 2, 64), jnp.bfloat16)
-    adds = Config(32, 128, adds=True)
+    adds = Config(32, 128)
     total, scaled, squares = decode_matmul_add(
         x, weight, hidden, scale, config=adds, interpret=INTERPRET
     )
@@ -133,8 +132,8 @@ def test_two_blocks_of_rows_where_they_fill_whole_waves(rows, shape, config):
     ("rows", "shape", "dtype", "block_n"),
     [
         (1, (4096, 4096), "bfloat16", 32),
-        (MAX_ADDING_ROWS, (8192, 8192), "bfloat16", 64),
-        (MAX_ADDING_ROWS + 1, (4096, 4096), "bfloat16", None),
+        (BLOCK_ROWS, (8192, 8192), "bfloat16", 64),
+        (BLOCK_ROWS + 1, (4096, 4096), "bfloat16", None),
         (1, (4096, 14336), "bfloat16", None),  # its blocks would read too much of the rows
         (1, (5120, 5120), "bfloat16", None),  # 80 blocks of 64
         (1, (4224, 4096), "bfloat16", None),  # 132 of 32, whose squares aren't eights
@@ -143,7 +142,7 @@ def test_two_blocks_of_rows_where_they_fill_whole_waves(rows, shape, config):
 )
 def test_products_that_add_fill_a_wave(rows, shape, dtype, block_n):
     config = choose_adding("NVIDIA H200", rows, shape, jnp.dtype(dtype))
-    assert config == (block_n and Config(block_n, 128, adds=True))
+    assert config == (block_n and Config(block_n, 128))
 
 
 @pytest.mark.parametrize(
