@@ -9,11 +9,13 @@ multiprocessor. A worker is two warpgroups: one issues the copies of pages into 
 memory, the other multiplies. A thread block has two such pairs where shared memory holds them, so
 that one's copies fill the time in which the other's work depends on what it waits for.
 
-A kv head's queries are rows of a 64-row matrix, new tokens in order, the heads of the group
-together; what the other rows hold is never written:
+Tokens are the 64 rows of a wgmma, and a kv head's queries its columns, 8 at least: new tokens in
+order, the heads of the group together; what the other columns hold is never written:
 
-    row      0 .. G-1     G .. 2G-1   ..   (Q-1)G .. QG-1   QG .. 63
+    column   0 .. G-1     G .. 2G-1   ..   (Q-1)G .. QG-1   QG ..
     query    oldest                        newest           none
+
+So are the columns of the output, whose rows are the head's width.
 
 Of a task in parts, whoever writes the last part merges them (`gpu_merge`).
 
@@ -38,13 +40,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.early_launch import allow_next, wait_for_inputs
 from pallas_kernels.paged_attention import gpu_merge, reference
-from pallas_kernels.paged_attention.gpu_merge import LANES
 from pallas_kernels.paged_attention.gpu_plan import BLOCK, make_plan
 from pallas_kernels.paged_attention.meta import AttentionSpec
 
 plgpu: Any = mosaic_gpu  # whose annotations call its transforms abstract and its ACC private
 
 SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
+REDUCE_WORDS = 512  # of shared memory, for a warpgroup's reductions over its warps
 LOG2_E = math.log2(math.e)
 # Of a thread, by pairs of warpgroups in a thread block: multiplying, copying. A launch gives 256
 # threads 255 each and 512 threads 128; asking for more in all would wait for ever.
@@ -75,9 +77,10 @@ class Config:
 
     def shared_bytes(self, head_dim: int, rows: int) -> int:
         """Shared memory a thread block takes, near enough, with `rows` of queries a kv head."""
-        ring = self.stages * 2 * BLOCK * head_dim * 2
-        queries = self.pairs * self.query_buffers * rows + BLOCK - rows
-        return self.pairs * (ring + BLOCK * head_dim * 4) + queries * head_dim * 2 + 2048
+        width = padded_width(head_dim)
+        ring = self.stages * BLOCK * (head_dim + width) * 2
+        queries = rows * (self.query_buffers * head_dim + BLOCK + width) * 2
+        return self.pairs * (ring + queries) + 2048
 
 
 # What `python -m bench.kernels --sweep` found fastest: device kind -> head width, page size.
@@ -104,6 +107,11 @@ def default_config(spec: AttentionSpec, device_kind: str = "") -> Config:
 def query_rows(spec: AttentionSpec) -> int:
     """Rows of a kv head's queries: copies into tiled shared memory move 8 at least."""
     return 8 * math.ceil(spec.group * spec.queries_per_row / 8)
+
+
+def padded_width(head_dim: int) -> int:
+    """Rows of an output: whole wgmmas of them."""
+    return BLOCK * math.ceil(head_dim / BLOCK)
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -239,7 +247,7 @@ def _attend(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group) * LOG2_E
         sinks = jnp.tile(sinks, (1, queries_per_row))
-        inputs.append(jnp.pad(sinks, ((0, 0), (0, BLOCK - used))))
+        inputs.append(jnp.pad(sinks, ((0, 0), (0, rows - used))))
     body = functools.partial(
         _worker,
         has_place=place is not None,
@@ -259,15 +267,15 @@ def _attend(
     compiler_params = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
     )
-    slots, columns = 2 * config.workers, head_dim // LANES
-    out, part, part_lse = plgpu.kernel(
+    part = jax.ShapeDtypeStruct((2 * config.workers, padded_width(head_dim), rows), jnp.float32)
+    out, *parts = plgpu.kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct((out_rows, num_kv_heads, stored, head_dim), dtype),
-            jax.ShapeDtypeStruct((slots, rows // 8, columns, 8, LANES), jnp.float32),
-            jax.ShapeDtypeStruct((slots, BLOCK, LANES), jnp.float32),
+            part,
+            part,
         ],
-        scratch_types=_scratch(config, head_dim, rows, page_size, dtype, interpreted),
+        scratch_types=_scratch(config, head_dim, rows, page_size, dtype),
         grid=(config.workers // config.pairs,),
         grid_names=("block",),
         num_threads=2 * config.pairs,
@@ -279,53 +287,35 @@ def _attend(
     if not merge_inside:
         out_ref = jax.new_ref(out)
         merge: Any = pl.kernel(
-            functools.partial(gpu_merge.merge_kernel, out_ref=out_ref),
+            functools.partial(
+                gpu_merge.merge_kernel, out_ref=out_ref, transforms=tiled(head_dim)
+            ),
             mesh=plgpu.Mesh(grid=(config.workers, rows // 8), grid_names=("worker", "tile")),
             compiler_params=compiler_params,
             name="paged_decode_merge",
             **options,
         )
-        merge(part, part_lse, plan.splits)
+        merge(*parts, plan.splits)
         out = jax.freeze(out_ref)
     return out
 
 
-def _scratch(config, head_dim, rows, page_size, dtype, interpreted) -> dict[str, Any]:
-    """Shared memory, and barriers that order its use; of each pair of warpgroups in turn.
-
-    A buffer of queries has just its own rows. A wgmma reads 64, and so into the buffers behind it,
-    where what it finds makes rows that nobody reads.
-    """
-    tile = _tile_columns(head_dim)
-    tiled = (plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(2 * tile))
-    tiled_f32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+def _scratch(config, head_dim, rows, page_size, dtype) -> dict[str, Any]:
+    """Shared memory, and barriers that order its use; of each pair of warpgroups in turn."""
+    transforms = tiled(head_dim)
+    width = padded_width(head_dim)
     queries, stages = (config.pairs * n for n in (config.query_buffers, config.stages))
-    ring = plgpu.SMEM((stages, BLOCK, head_dim), dtype, transforms=tiled)
     full = plgpu.Barrier(num_arrivals=max(1, BLOCK // page_size), num_barriers=stages)
     free = plgpu.Barrier(num_barriers=stages)
-    # Of a whole task, of a part of one, of 8 rows of merged ones: as large as each other, so that
-    # pairs, which are at different points, don't write into each other's memory.
-    merged = BLOCK * head_dim * 4 // (8 * LANES * jnp.dtype(dtype).itemsize)
-    outs = [
-        plgpu.SMEM((config.pairs, 2 * BLOCK, head_dim), dtype, transforms=tiled),
-        plgpu.SMEM((config.pairs, BLOCK, head_dim), jnp.float32, transforms=tiled_f32),
-        plgpu.SMEM((config.pairs, merged, 8, LANES), dtype),
-    ]
     return {
-        "queries_smem": plgpu.SMEM(
-            (queries * rows + BLOCK - rows, head_dim), dtype, transforms=tiled
-        ),
-        "k_smem": ring,
-        "v_smem": ring,
-        "out_smem": plgpu.RefUnion(*outs),
-        # The interpreter has no multiplication whose left side is in registers.
-        "weights_smem": plgpu.SMEM(
-            (config.pairs, BLOCK, BLOCK),
-            dtype,
-            transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)),
-        )
-        if interpreted
-        else None,
+        "queries_smem": plgpu.SMEM((queries * rows, head_dim), dtype, transforms=transforms),
+        "k_smem": plgpu.SMEM((stages, BLOCK, head_dim), dtype, transforms=transforms),
+        # Behind a value's own columns are some that make rows of the output which nobody reads.
+        "v_smem": plgpu.SMEM((stages, BLOCK, width), dtype, transforms=transforms),
+        "weights_smem": plgpu.SMEM((config.pairs, rows, BLOCK), dtype, transforms=tiled(BLOCK)),
+        "out_smem": plgpu.SMEM((config.pairs, rows, width), dtype, transforms=transforms),
+        "word_smem": plgpu.SMEM((config.pairs, 2), jnp.int32),
+        "reduce_smem": plgpu.SMEM((config.pairs, REDUCE_WORDS), jnp.float32),
         "queries_full": plgpu.Barrier(num_barriers=queries),
         "queries_free": plgpu.Barrier(num_barriers=queries),
         "k_full": full,
@@ -333,6 +323,12 @@ def _scratch(config, head_dim, rows, page_size, dtype, interpreted) -> dict[str,
         "k_free": free,
         "v_free": free,
     }
+
+
+def tiled(width: int) -> tuple[Any, Any]:
+    """How 16-bit rows of a width lie in shared memory for copies and products."""
+    tile = _tile_columns(width)
+    return plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(2 * tile)
 
 
 def _tile_columns(head_dim: int) -> int:
@@ -353,8 +349,10 @@ def _worker(
     queries_smem,
     k_smem,
     v_smem,
-    out_smem,
     weights_smem,
+    out_smem,
+    word_smem,
+    reduce_smem,
     queries_full,
     queries_free,
     k_full,
@@ -382,15 +380,14 @@ def _worker(
     assert len(sinks_ref) == has_sinks
     num_kv_heads = out_ref.shape[1]
     warpgroup = lax.axis_index("warpgroup")
-    pair = lax.rem(warpgroup, jnp.int32(config.pairs)) if config.pairs > 1 else 0
+    pair = lax.rem(warpgroup, jnp.int32(config.pairs))
     # Neighbours in the list of work are on different multiprocessors, however short it is.
     worker = lax.axis_index("block") + pair * (config.workers // config.pairs)
-    whole_smem, part_smem, merged_smem = out_smem
-    whole_smem, part_smem = whole_smem.at[pair, pl.ds(0, BLOCK)], part_smem.at[pair]
-    word_smem = merged_smem.at[pair, merged_smem.shape[1] - 1, 0, pl.ds(0, 2)]  # of 32 bits
-    merged_smem = merged_smem.at[pair, pl.ds(0, k_smem.shape[-1] // LANES)]
+    own = (x.at[pair] for x in (weights_smem, out_smem, word_smem, reduce_smem))
+    weights_smem, out_smem, word_smem, reduce_smem = own
+    over_tokens = functools.partial(_over_tokens, smem=reduce_smem, interpreted=interpret is not None)
     num_places = lens_ref.shape[0]
-    head_dim = k_smem.shape[-1]
+    head_dim, width = k_smem.shape[-1], v_smem.shape[-1]
 
     def read_work(*columns):
         return [work_ref[worker, i] for i in columns]
@@ -440,7 +437,7 @@ def _worker(
                     def copy(p=p, part=part, smem=smem, full=full):
                         plgpu.copy_gmem_to_smem(
                             kv_ref.at[pages[p], pl.ds(offset, copied), 2 * head + part],
-                            smem.at[stage, pl.ds(p * copied, copied)],
+                            smem.at[stage, pl.ds(p * copied, copied), pl.ds(0, head_dim)],
                             full.at[stage],
                         )
 
@@ -521,8 +518,7 @@ def _worker(
 
         @pl.when(todo_empty > 0)
         def _():
-            whole_smem[...] = jnp.zeros(whole_smem.shape, whole_smem.dtype)
-            plgpu.commit_smem()
+            gpu_merge.write_columns(jnp.zeros((width, rows), jnp.float32), out_smem)
 
             def clear(i, _):
                 task = worker + i * config.workers
@@ -530,7 +526,7 @@ def _worker(
                 if not has_place:
                     row = rows_ref[row]
                 plgpu.copy_smem_to_gmem(
-                    whole_smem.at[pl.ds(0, rows)],
+                    out_smem.at[:, pl.ds(0, head_dim)],
                     out_ref.at[row, lax.rem(task, jnp.int32(num_kv_heads)), pl.ds(0, rows)],
                 )
                 return ()
@@ -555,33 +551,30 @@ def _worker(
                 plgpu.barrier_wait(k_full.at[stage])
 
                 def query_key(acc):
-                    plgpu.wgmma(
-                        acc,
-                        queries_smem.at[pl.ds(buffer * rows, BLOCK)],
-                        k_smem.at[stage].transpose((1, 0)),
-                    )
+                    queries = queries_smem.at[pl.ds(buffer * rows, rows)]
+                    plgpu.wgmma(acc, k_smem.at[stage], queries.transpose((1, 0)))
                     return acc[...]
 
-                scores = pl.run_scoped(query_key, plgpu.ACC((BLOCK, BLOCK), jnp.float32))
+                scores = pl.run_scoped(query_key, plgpu.ACC((BLOCK, rows), jnp.float32))
                 plgpu.barrier_arrive(k_free.at[stage])
                 if soft_cap is None:
                     scores = scores * (sm_scale * LOG2_E)
                 else:
                     scores = jnp.tanh(scores * (sm_scale / soft_cap)) * (soft_cap * LOG2_E)
-                position = lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 1) + token
+                position = lax.broadcasted_iota(jnp.int32, (BLOCK, rows), 0) + token
                 newest = length - 1
-                if queries_per_row > 1:  # row by row: queries see up to their own position
-                    query = _div(lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 0), group)
+                if queries_per_row > 1:  # each query sees up to its own position
+                    query = _div(lax.broadcasted_iota(jnp.int32, (BLOCK, rows), 1), group)
                     newest = newest - jnp.maximum(queries_per_row - 1 - query, 0)
                 seen = position <= newest
                 if sliding_window is not None:
                     seen = seen & (position > newest - sliding_window)
                 scores = jnp.where(seen, scores, reference.MASKED)
-                new_top = jnp.maximum(top, scores.max(axis=1))
+                new_top = jnp.maximum(top, over_tokens("max", scores))
                 keep = jnp.exp2(top - new_top)
-                weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, (0,)))
-                total = total * keep + weights.sum(axis=1)
-                weights = weights.astype(v_smem.dtype)
+                weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, (1,)))
+                total = total * keep + over_tokens("add", weights)
+                weights_smem.transpose((1, 0))[...] = weights.astype(weights_smem.dtype)
                 plgpu.barrier_wait(v_full.at[stage])
 
                 # Cache past the row's end may be NaN, which a weight of 0 does not silence.
@@ -593,72 +586,57 @@ def _worker(
                         part = v_smem.at[stage, :, pl.ds(column, columns)]
                         values = part[...]
                         part[...] = jnp.where(value_row < length, values, jnp.zeros_like(values))
-                    plgpu.commit_smem()
 
-                if weights_smem is None:
-                    left = weights
-                else:
-                    left = weights_smem.at[pair]
-                    left[...] = weights
-                    plgpu.commit_smem()
-
-                out = out * lax.broadcast_in_dim(keep, out.shape, (0,))
+                plgpu.commit_smem()
+                out = out * lax.broadcast_in_dim(keep, out.shape, (1,))
 
                 def weight_value(acc):
-                    plgpu.wgmma(acc, left, v_smem.at[stage])
+                    values = v_smem.at[stage].transpose((1, 0))
+                    plgpu.wgmma(acc, values, weights_smem.transpose((1, 0)))
 
-                if weights_smem is None:
+                if interpret is None:
                     out = pl.run_state(weight_value)(plgpu.ACC.init(out))
-                else:  # the interpreter can't start from what is there
+                else:  # it can't start from what is there
 
                     def from_zero(acc):
                         weight_value(acc)
                         return acc[...]
 
-                    out = out + pl.run_scoped(from_zero, plgpu.ACC((BLOCK, head_dim), jnp.float32))
+                    out = out + pl.run_scoped(from_zero, plgpu.ACC((width, rows), jnp.float32))
                 plgpu.barrier_arrive(v_free.at[stage])
                 return out, new_top, total
 
-            top = jnp.full((BLOCK,), reference.MASKED, jnp.float32)
-            total = jnp.zeros((BLOCK,), jnp.float32)
+            top = jnp.full((rows,), reference.MASKED, jnp.float32)
+            total = jnp.zeros((rows,), jnp.float32)
             if has_sinks:  # a sink counts once, as a key without a value before all others
                 begun = is_begun(j)
                 sink = plgpu.load(sinks_ref[0].at[head], optimized=False)
                 top = sink + jnp.where(begun, reference.MASKED, 0.0)
                 total = total + jnp.where(begun, 0.0, 1.0)
-            out = jnp.zeros((BLOCK, head_dim), jnp.float32)
+            out = jnp.zeros((width, rows), jnp.float32)
             out, top, total = lax.fori_loop(0, todo, multiply, (out, top, total))
             plgpu.barrier_arrive(queries_free.at[buffer])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the segment before
-            out = out * lax.broadcast_in_dim(1 / total, out.shape, (0,))
+            out = out * lax.broadcast_in_dim(1 / total, out.shape, (1,))
             begun = is_begun(j)
             goes_on = block + todo < pl.cdiv(length, BLOCK)  # in the next worker
 
             @pl.when(jnp.logical_not(begun | goes_on))
             def _():
-                whole_smem[...] = out.astype(whole_smem.dtype)
-                plgpu.commit_smem()
+                gpu_merge.write_columns(out, out_smem)
                 plgpu.copy_smem_to_gmem(
-                    whole_smem.at[pl.ds(0, rows)],
-                    out_ref.at[row, head, pl.ds(0, rows)],
+                    out_smem.at[:, pl.ds(0, head_dim)], out_ref.at[row, head, pl.ds(0, rows)]
                 )
 
             @pl.when(begun | goes_on)
             def _():
                 slot = 2 * worker + jnp.where(begun, 0, 1)
-                part_smem[...] = out
-                plgpu.commit_smem()
-                for tile, column in itertools.product(range(rows // 8), range(head_dim // LANES)):
-                    plgpu.copy_smem_to_gmem(
-                        part_smem.at[pl.ds(8 * tile, 8), pl.ds(column * LANES, LANES)],
-                        part_ref.at[slot, tile, column],
-                    )
+                part_ref[slot] = out
                 lse = top + jnp.log2(total)
-                part_lse_ref[slot] = lax.broadcast_in_dim(lse, (BLOCK, LANES), (0,))
+                part_lse_ref[slot] = lax.broadcast_in_dim(lse, out.shape, (1,))
                 if not merge_inside:
                     return
                 starter = jnp.where(begun, read_work(6)[0], worker)
-                plgpu.wait_smem_to_gmem(0)
                 last = gpu_merge.arrive_last(
                     splits_ref.at[starter, pl.ds(3, 1)],
                     word_smem,
@@ -668,7 +646,7 @@ def _worker(
                 @pl.when(last)
                 def _():
                     def merge(tile, _):
-                        refs = part_ref, part_lse_ref, splits_ref, out_ref, merged_smem
+                        refs = part_ref, part_lse_ref, splits_ref, out_ref, out_smem
                         gpu_merge.merge(starter, tile, *refs)
                         return ()
 
@@ -680,6 +658,24 @@ def _worker(
         lax.fori_loop(0, segments, segment, (*start, jnp.int32(0)))
         allow_next(interpret)  # not before: its first reads would hold up the ones above
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _over_tokens(kind, x, *, smem, interpreted):
+    """The maximum or the sum of each column, by way of a warpgroup's own shared memory: Mosaic
+    gives all warpgroups the same for reductions over warps (JAX 0.11.2)."""
+    if interpreted:
+        return x.max(axis=0) if kind == "max" else x.sum(axis=0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(
+            (x.shape[1],), jnp.float32, layout=plgpu.Layout.WGMMA.reduce(0)
+        ),
+    )
+    def reduce(_, x, smem):
+        return x.reduce(kind, 0, smem)
+
+    return reduce(x, smem)
 
 
 def _div(a, b: int):

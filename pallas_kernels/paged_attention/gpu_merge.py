@@ -6,8 +6,8 @@ waits for anybody, so workers need not all be resident. Pallas's interpreter can
 second kernel merges.
 
     slot of a part   2 w + 1: of the worker that began the task    2 w: of one that went on with it
-    part             out [tile of 8 rows, columns / LANES, 8, LANES], divided by its sum of weights
-    lse              [row, LANES], each lane alike: maximum + log of the sum, in units of log 2
+    part             out [head's width, queries], divided by its sum of weights
+    lse              of the same shape, each row alike: maximum + log of the sum, in units of log 2
 """
 
 import functools
@@ -24,12 +24,19 @@ from pallas_kernels.paged_attention import reference
 plgpu: Any = mosaic_gpu
 mgpu: Any = mosaic
 
-LANES = 32  # columns of a part that lie together
-LOADS_AT_ONCE = 32  # of [8, LANES], that are waited for all together
+TILE = 8  # queries that are merged together
+ELEMENTS_AT_ONCE = 4 << 10  # of parts, that are waited for all together
 
 
-def merge_kernel(part_ref, lse_ref, splits_ref, out_ref):
-    """A kernel that merges 8 rows of the task that each worker began and others went on with."""
+def write_columns(out, smem) -> None:
+    """Columns of an output as rows of shared memory, for copies."""
+    smem.transpose((1, 0))[...] = out.astype(smem.dtype)
+    plgpu.commit_smem()
+
+
+def merge_kernel(part_ref, lse_ref, splits_ref, out_ref, transforms):
+    """A kernel that merges TILE queries of the task that each worker began and others went on
+    with."""
     worker, tile = lax.axis_index("worker"), lax.axis_index("tile")
 
     def scoped(out_smem):
@@ -37,51 +44,46 @@ def merge_kernel(part_ref, lse_ref, splits_ref, out_ref):
             lambda: merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem)
         )
 
-    pl.run_scoped(scoped, plgpu.SMEM(part_ref.shape[2:], out_ref.dtype))
+    _, width, rows = part_ref.shape
+    pl.run_scoped(scoped, plgpu.SMEM((rows, width), out_ref.dtype, transforms=transforms))
 
 
 def merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem):
-    """Weighs 8 rows of the parts of the task that `worker` began, and writes them."""
-    _, _, columns, rows, lanes = part_ref.shape
+    """Weighs TILE queries of the parts of the task that `worker` began, and writes them."""
+    _, width, _ = part_ref.shape
+    queries = pl.ds(tile * TILE, TILE)
     row, head, parts = (splits_ref[worker, i] for i in range(3))
-    at_once = max(1, LOADS_AT_ONCE // columns)
+    at_once = max(1, ELEMENTS_AT_ONCE // (width * TILE))
 
     def step(i, state):
-        top, total, *outs = state
+        top, total, out = state
         lses, values = [], []
         for j in range(at_once):
             part = jnp.minimum(i * at_once + j, parts - 1)
             slot = 2 * (worker + part) + jnp.where(part == 0, 1, 0)
             surplus = jnp.where(i * at_once + j < parts, 0.0, reference.MASKED)
-            lses.append(lse_ref[slot, pl.ds(tile * rows, rows)] + surplus)
-            values.append([part_ref[slot, tile, column] for column in range(columns)])
+            lses.append(plgpu.load(lse_ref.at[slot, :, queries], optimized=False) + surplus)
+            values.append(plgpu.load(part_ref.at[slot, :, queries], optimized=False))
         new_top = functools.reduce(jnp.maximum, lses, top)
         keep = jnp.exp2(top - new_top)
         weights = [jnp.exp2(lse - new_top) for lse in lses]
         total = sum(weights, total * keep)
-        outs = [
-            sum((w * v[c] for w, v in zip(weights, values, strict=True)), out * keep)
-            for c, out in enumerate(outs)
-        ]
-        return new_top, total, *outs
+        out = sum((w * v for w, v in zip(weights, values, strict=True)), out * keep)
+        return new_top, total, out
 
-    shape = (rows, lanes)
+    shape = (width, TILE)
     zeros = jnp.zeros(shape, jnp.float32)
-    _, total, *outs = lax.fori_loop(
+    _, total, out = lax.fori_loop(
         0,
         pl.cdiv(parts, at_once),
         step,
-        (jnp.full(shape, reference.MASKED, jnp.float32), zeros, *[zeros] * columns),
+        (jnp.full(shape, reference.MASKED, jnp.float32), zeros, zeros),
     )
-    scale = 1 / total
-    for column, out in enumerate(outs):
-        out_smem[column] = (out * scale).astype(out_smem.dtype)
-    plgpu.commit_smem()
-    for column in range(columns):
-        plgpu.copy_smem_to_gmem(
-            out_smem.at[column],
-            out_ref.at[row, head, pl.ds(tile * rows, rows), pl.ds(column * lanes, lanes)],
-        )
+    out_smem = out_smem.at[queries]
+    write_columns(out / total, out_smem)
+    plgpu.copy_smem_to_gmem(
+        out_smem.at[:, pl.ds(0, out_ref.shape[-1])], out_ref.at[row, head, queries]
+    )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
