@@ -23,12 +23,7 @@ def early_inputs(meta: AttentionMeta, spec: AttentionSpec, device_kind: str) -> 
     if spec.kind != "decode" or unsupported(spec):
         return ()
     return gpu_decode.early_inputs(
-        meta.page_table,
-        meta.kv_lens,
-        num_kv_heads=spec.num_kv_heads,
-        sliding_window=spec.sliding_window,
-        config=gpu_decode.default_config(spec, device_kind),
-        queries_per_row=spec.queries_per_row,
+        meta.page_table, meta.kv_lens, spec, gpu_decode.default_config(spec, device_kind)
     )
 
 

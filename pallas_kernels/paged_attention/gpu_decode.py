@@ -40,13 +40,15 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.early_launch import allow_next, wait_for_inputs
 from pallas_kernels.paged_attention import gpu_merge, reference
+from pallas_kernels.paged_attention.gpu_merge import TILED, padded_width, pieces
 from pallas_kernels.paged_attention.gpu_plan import BLOCK, make_plan
 from pallas_kernels.paged_attention.meta import AttentionSpec
 
 plgpu: Any = mosaic_gpu  # whose annotations call its transforms abstract and its ACC private
 
 SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
-REDUCE_WORDS = 512  # of shared memory, for a warpgroup's reductions over its warps
+MAX_COLUMNS = 32  # of queries that are multiplied together, for registers' sake
+REDUCE_WORDS = 32  # of shared memory a query, for a warpgroup's reductions over its warps
 LOG2_E = math.log2(math.e)
 # Of a thread, by pairs of warpgroups in a thread block: multiplying, copying. A launch gives 256
 # threads 255 each and 512 threads 128; asking for more in all would wait for ever.
@@ -75,12 +77,12 @@ class Config:
         if self.workers % self.pairs:
             raise ValueError(f"workers is {self.workers}, no multiple of {self.pairs} pairs")
 
-    def shared_bytes(self, head_dim: int, rows: int) -> int:
-        """Shared memory a thread block takes, near enough, with `rows` of queries a kv head."""
+    def shared_bytes(self, head_dim: int, columns: int) -> int:
+        """Shared memory a thread block takes, near enough, with tiles of `columns` queries."""
         width = padded_width(head_dim)
-        ring = self.stages * BLOCK * (head_dim + width) * 2
-        queries = rows * (self.query_buffers * head_dim + BLOCK + width) * 2
-        return self.pairs * (ring + queries) + 2048
+        ring = self.stages * 2 * BLOCK * width * 2
+        queries = columns * ((self.query_buffers + 1) * width + BLOCK) * 2
+        return self.pairs * (ring + queries + REDUCE_WORDS * columns * 4) + 2048
 
 
 # What `python -m bench.kernels --sweep` found fastest: device kind -> head width, page size.
@@ -94,24 +96,22 @@ def default_config(spec: AttentionSpec, device_kind: str = "") -> Config:
     if tuned := TUNED.get(device_kind, {}).get((spec.head_dim, spec.page_size)):
         return tuned
     blocks = MULTIPROCESSORS.get(device_kind, 132)
+    _, columns = query_tiles(spec.group * spec.queries_per_row)
     for pairs, stages in itertools.product((2, 1), (4, 3, 2)):
         config = Config(blocks * pairs, pairs, stages)
-        if config.shared_bytes(spec.head_dim, query_rows(spec)) <= SHARED_BYTES:
+        if config.shared_bytes(spec.head_dim, columns) <= SHARED_BYTES:
             return config
     config = Config(blocks, 1, 2, query_buffers=1)
-    if config.shared_bytes(spec.head_dim, query_rows(spec)) <= SHARED_BYTES:
+    if config.shared_bytes(spec.head_dim, columns) <= SHARED_BYTES:
         return config
     raise NotImplementedError(f"head width {spec.head_dim} does not fit shared memory")
 
 
-def query_rows(spec: AttentionSpec) -> int:
-    """Rows of a kv head's queries: copies into tiled shared memory move 8 at least."""
-    return 8 * math.ceil(spec.group * spec.queries_per_row / 8)
-
-
-def padded_width(head_dim: int) -> int:
-    """Rows of an output: whole wgmmas of them."""
-    return BLOCK * math.ceil(head_dim / BLOCK)
+def query_tiles(queries: int) -> tuple[int, int]:
+    """In how many tiles a kv head's queries are multiplied, and the columns of each: copies into
+    tiled shared memory move 8 at least."""
+    tiles = math.ceil(queries / MAX_COLUMNS)
+    return tiles, 8 * math.ceil(queries / tiles / 8)
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -142,6 +142,7 @@ def attend_rows(
     interpret: Any = None,
 ) -> Float[Array, "T N H"]:
     """T / S queries a row, its sequence's newest tokens. Zeros for rows of length 0."""
+    num_kv_heads = kv_pages.shape[2] // 2
     out = _attend(
         q,
         kv_pages,
@@ -155,9 +156,9 @@ def attend_rows(
         reads_early=reads_early,
         interpret=interpret,
     )
-    num_rows, num_kv_heads, _, _ = out.shape
+    num_rows = len(kv_lens)
     queries_per_row, group = len(q) // num_rows, q.shape[1] // num_kv_heads
-    out = out[:, :, : queries_per_row * group]
+    out = out.reshape(num_rows, num_kv_heads, -1, q.shape[2])[:, :, : queries_per_row * group]
     out = out.reshape(num_rows, num_kv_heads, queries_per_row, group, q.shape[2])
     return jnp.moveaxis(out, 2, 1).reshape(q.shape).astype(q.dtype)
 
@@ -165,14 +166,13 @@ def attend_rows(
 def early_inputs(
     page_table: Int[Array, "S P"],
     kv_lens: Int[Array, "S"],
-    *,
-    num_kv_heads: int,
-    sliding_window: int | None,
+    spec: AttentionSpec,
     config: Config,
-    queries_per_row: int = 1,
 ) -> tuple[Array, ...]:
     """What `attend_rows` with `reads_early` reads before it waits, the cache apart."""
-    plan = make_plan(kv_lens, num_kv_heads, sliding_window, config.workers, queries_per_row)
+    tiles, _ = query_tiles(spec.group * spec.queries_per_row)
+    heads, window = spec.num_kv_heads * tiles, spec.sliding_window
+    plan = make_plan(kv_lens, heads, window, config.workers, spec.queries_per_row)
     return page_table, *plan
 
 
@@ -201,9 +201,9 @@ def attend_rows_in_place(
 
 def _stored(used: int, interpreted: bool) -> int:
     """Rows of an output that hold the `used` ones of a kv head. A copy may reach past an array's
-    end: nothing is read or written there. That serves where one tile of 8 rows holds a head's
-    queries, though not in the interpreter."""
-    return used if used <= 8 and not interpreted else 8 * math.ceil(used / 8)
+    end: nothing is read or written there. That serves where one tile of 8 holds a head's queries,
+    though not in the interpreter."""
+    return used if used <= 8 and not interpreted else math.prod(query_tiles(used))
 
 
 def _attend(
@@ -220,25 +220,29 @@ def _attend(
     reads_early: bool = False,
     interpret: Any = None,
     place: tuple[int, Int[Array, "1"]] | None = None,
-) -> Float[Array, "rows K stored H"]:
-    """The kernel's output: of each row and kv head the queries in order, `_stored` of them; or,
-    with `place` (tokens in all, those that are not padding), of each token."""
+) -> Float[Array, "rows K*tiles stored/tiles H"]:
+    """The kernel's output: of each row and kv head the queries in order, `_stored` of them in
+    tiles; or, with `place` (tokens in all, those that are not padding), of each token."""
     num_rows, (num_tokens, num_heads, head_dim) = len(kv_lens), q.shape
     queries_per_row = num_tokens // num_rows
     _, page_size, num_parts, _ = kv_pages.shape
     num_kv_heads = num_parts // 2
     group = num_heads // num_kv_heads
     used = queries_per_row * group
-    rows = 8 * math.ceil(used / 8)  # copies into tiled shared memory move 8 rows at least
-    dtype = kv_pages.dtype
-    plan = make_plan(kv_lens, num_kv_heads, sliding_window, config.workers, queries_per_row)
+    tiles, columns = query_tiles(used)
+    heads, dtype = num_kv_heads * tiles, kv_pages.dtype
+    plan = make_plan(kv_lens, heads, sliding_window, config.workers, queries_per_row)
     interpreted = interpret is not None
     merge_inside = config.merge_inside and not interpreted  # it can't count
     options = {"interpret": interpret} if interpreted else {}
     stored = _stored(used, interpreted)
     queries = q.reshape(num_rows, queries_per_row, num_kv_heads, group, head_dim).astype(dtype)
     queries = jnp.moveaxis(queries, 1, 2).reshape(num_rows, num_kv_heads, used, head_dim)
-    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, stored - used), (0, 0)))
+    width = padded_width(head_dim)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, stored - used), (0, width - head_dim)))
+    queries = queries.reshape(num_rows, heads, stored // tiles, width)
+    if interpreted:
+        kv_pages = jnp.pad(kv_pages, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))
     inputs = [queries, kv_pages, page_table, *plan]
     out_rows = num_rows
     if place is not None:
@@ -247,12 +251,14 @@ def _attend(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group) * LOG2_E
         sinks = jnp.tile(sinks, (1, queries_per_row))
-        inputs.append(jnp.pad(sinks, ((0, 0), (0, rows - used))))
+        sinks = jnp.pad(sinks, ((0, 0), (0, tiles * columns - used)))
+        inputs.append(sinks.reshape(heads, columns))
     body = functools.partial(
         _worker,
         has_place=place is not None,
         has_sinks=sinks is not None,
-        rows=rows,
+        tiles=tiles,
+        columns=columns,
         group=group,
         queries_per_row=queries_per_row,
         page_size=page_size,
@@ -267,15 +273,15 @@ def _attend(
     compiler_params = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
     )
-    part = jax.ShapeDtypeStruct((2 * config.workers, padded_width(head_dim), rows), jnp.float32)
+    slots, out_width = 2 * config.workers, kv_pages.shape[-1]
     out, *parts = plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((out_rows, num_kv_heads, stored, head_dim), dtype),
-            part,
-            part,
+            jax.ShapeDtypeStruct((out_rows, heads, stored // tiles, out_width), dtype),
+            jax.ShapeDtypeStruct((slots, width, columns), jnp.float32),
+            jax.ShapeDtypeStruct((slots, columns), jnp.float32),
         ],
-        scratch_types=_scratch(config, head_dim, rows, page_size, dtype),
+        scratch_types=_scratch(config, out_width, columns, page_size, dtype),
         grid=(config.workers // config.pairs,),
         grid_names=("block",),
         num_threads=2 * config.pairs,
@@ -287,35 +293,35 @@ def _attend(
     if not merge_inside:
         out_ref = jax.new_ref(out)
         merge: Any = pl.kernel(
-            functools.partial(
-                gpu_merge.merge_kernel, out_ref=out_ref, transforms=tiled(head_dim)
+            functools.partial(gpu_merge.merge_kernel, out_ref=out_ref),
+            mesh=plgpu.Mesh(
+                grid=(config.workers, columns // gpu_merge.TILE), grid_names=("worker", "tile")
             ),
-            mesh=plgpu.Mesh(grid=(config.workers, rows // 8), grid_names=("worker", "tile")),
             compiler_params=compiler_params,
             name="paged_decode_merge",
             **options,
         )
         merge(*parts, plan.splits)
         out = jax.freeze(out_ref)
-    return out
+    return out[..., :head_dim]
 
 
-def _scratch(config, head_dim, rows, page_size, dtype) -> dict[str, Any]:
+def _scratch(config, head_dim, columns, page_size, dtype) -> dict[str, Any]:
     """Shared memory, and barriers that order its use; of each pair of warpgroups in turn."""
-    transforms = tiled(head_dim)
     width = padded_width(head_dim)
     queries, stages = (config.pairs * n for n in (config.query_buffers, config.stages))
-    full = plgpu.Barrier(num_arrivals=max(1, BLOCK // page_size), num_barriers=stages)
+    ring = plgpu.SMEM((stages, BLOCK, width), dtype, transforms=TILED)
+    copies = max(1, BLOCK // page_size) * len(pieces(head_dim))
+    full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     free = plgpu.Barrier(num_barriers=stages)
     return {
-        "queries_smem": plgpu.SMEM((queries * rows, head_dim), dtype, transforms=transforms),
-        "k_smem": plgpu.SMEM((stages, BLOCK, head_dim), dtype, transforms=transforms),
-        # Behind a value's own columns are some that make rows of the output which nobody reads.
-        "v_smem": plgpu.SMEM((stages, BLOCK, width), dtype, transforms=transforms),
-        "weights_smem": plgpu.SMEM((config.pairs, rows, BLOCK), dtype, transforms=tiled(BLOCK)),
-        "out_smem": plgpu.SMEM((config.pairs, rows, width), dtype, transforms=transforms),
+        "queries_smem": plgpu.SMEM((queries * columns, width), dtype, transforms=TILED),
+        "k_smem": ring,
+        "v_smem": ring,
+        "weights_smem": plgpu.SMEM((config.pairs, columns, BLOCK), dtype, transforms=TILED),
+        "out_smem": plgpu.SMEM((config.pairs, columns, width), dtype, transforms=TILED),
         "word_smem": plgpu.SMEM((config.pairs, 2), jnp.int32),
-        "reduce_smem": plgpu.SMEM((config.pairs, REDUCE_WORDS), jnp.float32),
+        "reduce_smem": plgpu.SMEM((config.pairs, REDUCE_WORDS * columns), jnp.float32),
         "queries_full": plgpu.Barrier(num_barriers=queries),
         "queries_free": plgpu.Barrier(num_barriers=queries),
         "k_full": full,
@@ -323,17 +329,6 @@ def _scratch(config, head_dim, rows, page_size, dtype) -> dict[str, Any]:
         "k_free": free,
         "v_free": free,
     }
-
-
-def tiled(width: int) -> tuple[Any, Any]:
-    """How 16-bit rows of a width lie in shared memory for copies and products."""
-    tile = _tile_columns(width)
-    return plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(2 * tile)
-
-
-def _tile_columns(head_dim: int) -> int:
-    """Columns that lie together in shared memory, swizzled over 128 bytes or over 64."""
-    return 64 if head_dim % 64 == 0 else 32
 
 
 def _worker(
@@ -361,7 +356,8 @@ def _worker(
     v_free,
     has_place,
     has_sinks,
-    rows,
+    tiles,
+    columns,
     group,
     queries_per_row,
     page_size,
@@ -378,16 +374,16 @@ def _worker(
     *more_refs, out_ref, part_ref, part_lse_ref = rest_refs
     padding_ref, sinks_ref = more_refs[:has_place], more_refs[has_place:]
     assert len(sinks_ref) == has_sinks
-    num_kv_heads = out_ref.shape[1]
+    num_heads = out_ref.shape[1]  # with queries' tiles as heads of their own
     warpgroup = lax.axis_index("warpgroup")
     pair = lax.rem(warpgroup, jnp.int32(config.pairs))
     # Neighbours in the list of work are on different multiprocessors, however short it is.
     worker = lax.axis_index("block") + pair * (config.workers // config.pairs)
     own = (x.at[pair] for x in (weights_smem, out_smem, word_smem, reduce_smem))
     weights_smem, out_smem, word_smem, reduce_smem = own
-    over_tokens = functools.partial(_over_tokens, smem=reduce_smem, interpreted=interpret is not None)
+    over_tokens = functools.partial(_over_tokens, smem=reduce_smem, interpret=interpret)
     num_places = lens_ref.shape[0]
-    head_dim, width = k_smem.shape[-1], v_smem.shape[-1]
+    width = v_smem.shape[-1]
 
     def read_work(*columns):
         return [work_ref[worker, i] for i in columns]
@@ -402,7 +398,7 @@ def _worker(
 
     def next_of(place, head):
         """Where the next segment starts: place, head, block."""
-        wraps = head + 1 == num_kv_heads
+        wraps = head + 1 == num_heads
         next_place = jnp.where(wraps, jnp.minimum(place + 1, num_places - 1), place)
         return next_place, jnp.where(wraps, 0, head + 1), first_ref[next_place]
 
@@ -413,10 +409,12 @@ def _worker(
     def _():
         plgpu.set_max_registers(copy_registers, action="decrease")
 
+        copied_columns = pieces(kv_ref.shape[-1])
+
         def load(i, _, head, block, done, row, length):
             """A block's pages, `done` being those of the worker's segments before."""
             last_page = lax.div(length - 1, jnp.int32(page_size))
-            stage = slot_of(done + i, config.stages)
+            stage, kv_head = slot_of(done + i, config.stages), _div(head, tiles)
             token = (block + i) * BLOCK
             first_page = lax.div(token, jnp.int32(page_size))
             in_block = range(max(1, BLOCK // page_size))
@@ -435,11 +433,17 @@ def _worker(
                 for p in in_block:
 
                     def copy(p=p, part=part, smem=smem, full=full):
-                        plgpu.copy_gmem_to_smem(
-                            kv_ref.at[pages[p], pl.ds(offset, copied), 2 * head + part],
-                            smem.at[stage, pl.ds(p * copied, copied), pl.ds(0, head_dim)],
-                            full.at[stage],
-                        )
+                        page = kv_ref.at[pages[p], pl.ds(offset, copied), 2 * kv_head + part]
+                        for inside, outside in copied_columns:
+                            plgpu.copy_gmem_to_smem(
+                                page.at[:, outside],
+                                smem.at[stage, pl.ds(p * copied, copied), inside],
+                                full.at[stage],
+                            )
+
+                    def skip(full=full):
+                        for _ in copied_columns:
+                            plgpu.barrier_arrive(full.at[stage])
 
                     if p == 0:
                         copy()
@@ -447,9 +451,7 @@ def _worker(
                     # Past the row's last page nothing is read, and what lies there masked.
                     is_used = first_page + p <= last_page
                     pl.when(is_used)(copy)
-                    pl.when(jnp.logical_not(is_used))(
-                        lambda full=full: plgpu.barrier_arrive(full.at[stage])
-                    )
+                    pl.when(jnp.logical_not(is_used))(skip)
             return ()
 
         def segment(j, state):
@@ -462,8 +464,8 @@ def _worker(
                 plgpu.barrier_wait(queries_free.at[buffer])
 
             plgpu.copy_gmem_to_smem(
-                queries_ref.at[row, head, pl.ds(0, rows)],
-                queries_smem.at[pl.ds(buffer * rows, rows)],
+                queries_ref.at[row, head, pl.ds(0, columns)],
+                queries_smem.at[pl.ds(buffer * columns, columns)],
                 queries_full.at[buffer],
             )
             sizes = {"head": head, "block": block, "done": done, "row": row, "length": length}
@@ -513,22 +515,20 @@ def _worker(
             live, end = padding_ref[0][0], out_ref.shape[0]
         else:
             [live], end = read_work(5), num_places
-        empty = (end - live) * num_kv_heads
+        empty = (end - live) * num_heads
         todo_empty = lax.div(empty - worker + config.workers - 1, jnp.int32(config.workers))
 
         @pl.when(todo_empty > 0)
         def _():
-            gpu_merge.write_columns(jnp.zeros((width, rows), jnp.float32), out_smem)
+            gpu_merge.write_columns(jnp.zeros((width, columns), jnp.float32), out_smem)
 
             def clear(i, _):
                 task = worker + i * config.workers
-                row = live + lax.div(task, jnp.int32(num_kv_heads))
+                row = live + lax.div(task, jnp.int32(num_heads))
                 if not has_place:
                     row = rows_ref[row]
-                plgpu.copy_smem_to_gmem(
-                    out_smem.at[:, pl.ds(0, head_dim)],
-                    out_ref.at[row, lax.rem(task, jnp.int32(num_kv_heads)), pl.ds(0, rows)],
-                )
+                head = lax.rem(task, jnp.int32(num_heads))
+                gpu_merge.send(out_smem, out_ref.at[row, head, pl.ds(0, columns)])
                 return ()
 
             lax.fori_loop(0, todo_empty, clear, ())
@@ -544,27 +544,30 @@ def _worker(
             buffer = slot_of(j, config.query_buffers)
             plgpu.barrier_wait(queries_full.at[buffer])
 
-            def multiply(i, carry):
-                out, top, total = carry
+            queries = queries_smem.at[pl.ds(buffer * columns, columns)]
+
+            def multiply(i, state):
+                """One block of K and V: [tokens, queries] and [width, queries]."""
+                out, top, total = state
                 stage = slot_of(done + i, config.stages)
                 token = (block + i) * BLOCK
                 plgpu.barrier_wait(k_full.at[stage])
 
-                def query_key(acc):
-                    queries = queries_smem.at[pl.ds(buffer * rows, rows)]
+                def key_query(acc):
                     plgpu.wgmma(acc, k_smem.at[stage], queries.transpose((1, 0)))
                     return acc[...]
 
-                scores = pl.run_scoped(query_key, plgpu.ACC((BLOCK, rows), jnp.float32))
+                scores = pl.run_scoped(key_query, plgpu.ACC((BLOCK, columns), jnp.float32))
                 plgpu.barrier_arrive(k_free.at[stage])
                 if soft_cap is None:
                     scores = scores * (sm_scale * LOG2_E)
                 else:
                     scores = jnp.tanh(scores * (sm_scale / soft_cap)) * (soft_cap * LOG2_E)
-                position = lax.broadcasted_iota(jnp.int32, (BLOCK, rows), 0) + token
+                position = lax.broadcasted_iota(jnp.int32, scores.shape, 0) + token
                 newest = length - 1
                 if queries_per_row > 1:  # each query sees up to its own position
-                    query = _div(lax.broadcasted_iota(jnp.int32, (BLOCK, rows), 1), group)
+                    query = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+                    query = _div(query + lax.rem(head, jnp.int32(tiles)) * columns, group)
                     newest = newest - jnp.maximum(queries_per_row - 1 - query, 0)
                 seen = position <= newest
                 if sliding_window is not None:
@@ -573,50 +576,52 @@ def _worker(
                 new_top = jnp.maximum(top, over_tokens("max", scores))
                 keep = jnp.exp2(top - new_top)
                 weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, (1,)))
-                total = total * keep + over_tokens("add", weights)
+                total = total * lax.broadcast_in_dim(keep, total.shape, (1,)) + weights
                 weights_smem.transpose((1, 0))[...] = weights.astype(weights_smem.dtype)
                 plgpu.barrier_wait(v_full.at[stage])
 
                 # Cache past the row's end may be NaN, which a weight of 0 does not silence.
                 @pl.when(token + BLOCK > length)
                 def _():
-                    columns = _tile_columns(head_dim)  # few at once, for registers' sake
-                    value_row = lax.broadcasted_iota(jnp.int32, (BLOCK, columns), 0) + token
-                    for column in range(0, head_dim, columns):
-                        part = v_smem.at[stage, :, pl.ds(column, columns)]
+                    some = gpu_merge.COLUMNS  # few at once, for registers' sake
+                    value_row = lax.broadcasted_iota(jnp.int32, (BLOCK, some), 0) + token
+                    for column in range(0, width, some):
+                        part = v_smem.at[stage, :, pl.ds(column, some)]
                         values = part[...]
                         part[...] = jnp.where(value_row < length, values, jnp.zeros_like(values))
 
                 plgpu.commit_smem()
                 out = out * lax.broadcast_in_dim(keep, out.shape, (1,))
 
-                def weight_value(acc):
+                def value_weight(acc):
                     values = v_smem.at[stage].transpose((1, 0))
                     plgpu.wgmma(acc, values, weights_smem.transpose((1, 0)))
 
                 if interpret is None:
-                    out = pl.run_state(weight_value)(plgpu.ACC.init(out))
+                    out = pl.run_state(value_weight)(plgpu.ACC.init(out))
                 else:  # it can't start from what is there
 
                     def from_zero(acc):
-                        weight_value(acc)
+                        value_weight(acc)
                         return acc[...]
 
-                    out = out + pl.run_scoped(from_zero, plgpu.ACC((width, rows), jnp.float32))
+                    out = out + pl.run_scoped(from_zero, plgpu.ACC(out.shape, jnp.float32))
                 plgpu.barrier_arrive(v_free.at[stage])
                 return out, new_top, total
 
-            top = jnp.full((rows,), reference.MASKED, jnp.float32)
-            total = jnp.zeros((rows,), jnp.float32)
+            top = jnp.full((columns,), reference.MASKED, jnp.float32)
+            # Each thread adds up what it has: the sum over tokens is taken once, at the end.
+            total = jnp.zeros((BLOCK, columns), jnp.float32)
             if has_sinks:  # a sink counts once, as a key without a value before all others
                 begun = is_begun(j)
                 sink = plgpu.load(sinks_ref[0].at[head], optimized=False)
                 top = sink + jnp.where(begun, reference.MASKED, 0.0)
-                total = total + jnp.where(begun, 0.0, 1.0)
-            out = jnp.zeros((width, rows), jnp.float32)
+                total = total + jnp.where(begun, 0.0, 1 / BLOCK)
+            out = jnp.zeros((width, columns), jnp.float32)
             out, top, total = lax.fori_loop(0, todo, multiply, (out, top, total))
             plgpu.barrier_arrive(queries_free.at[buffer])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the segment before
+            total = over_tokens("add", total)
             out = out * lax.broadcast_in_dim(1 / total, out.shape, (1,))
             begun = is_begun(j)
             goes_on = block + todo < pl.cdiv(length, BLOCK)  # in the next worker
@@ -624,16 +629,13 @@ def _worker(
             @pl.when(jnp.logical_not(begun | goes_on))
             def _():
                 gpu_merge.write_columns(out, out_smem)
-                plgpu.copy_smem_to_gmem(
-                    out_smem.at[:, pl.ds(0, head_dim)], out_ref.at[row, head, pl.ds(0, rows)]
-                )
+                gpu_merge.send(out_smem, out_ref.at[row, head, pl.ds(0, columns)])
 
             @pl.when(begun | goes_on)
             def _():
                 slot = 2 * worker + jnp.where(begun, 0, 1)
                 part_ref[slot] = out
-                lse = top + jnp.log2(total)
-                part_lse_ref[slot] = lax.broadcast_in_dim(lse, out.shape, (1,))
+                part_lse_ref[slot] = top + jnp.log2(total)
                 if not merge_inside:
                     return
                 starter = jnp.where(begun, read_work(6)[0], worker)
@@ -650,7 +652,7 @@ def _worker(
                         gpu_merge.merge(starter, tile, *refs)
                         return ()
 
-                    lax.fori_loop(0, rows // 8, merge, ())
+                    lax.fori_loop(0, columns // gpu_merge.TILE, merge, ())
 
             return *next_of(place, head), done + todo
 
@@ -660,10 +662,10 @@ def _worker(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _over_tokens(kind, x, *, smem, interpreted):
+def _over_tokens(kind, x, *, smem, interpret):
     """The maximum or the sum of each column, by way of a warpgroup's own shared memory: Mosaic
     gives all warpgroups the same for reductions over warps (JAX 0.11.2)."""
-    if interpreted:
+    if interpret is not None:
         return x.max(axis=0) if kind == "max" else x.sum(axis=0)
 
     @plgpu.inline_mgpu(

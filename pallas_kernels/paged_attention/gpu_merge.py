@@ -7,10 +7,11 @@ second kernel merges.
 
     slot of a part   2 w + 1: of the worker that began the task    2 w: of one that went on with it
     part             out [head's width, queries], divided by its sum of weights
-    lse              of the same shape, each row alike: maximum + log of the sum, in units of log 2
+    lse              [queries]: maximum + log of the sum, in units of log 2
 """
 
 import functools
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,8 +25,26 @@ from pallas_kernels.paged_attention import reference
 plgpu: Any = mosaic_gpu
 mgpu: Any = mosaic
 
+COLUMNS = 64  # that lie together in shared memory, swizzled over 128 bytes
+TILED = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(2 * COLUMNS))
 TILE = 8  # queries that are merged together
 ELEMENTS_AT_ONCE = 4 << 10  # of parts, that are waited for all together
+
+
+def padded_width(head_dim: int) -> int:
+    """Columns of a head in shared memory, in whole tiles."""
+    return COLUMNS * math.ceil(head_dim / COLUMNS)
+
+
+def pieces(width: int) -> list[tuple[Any, Any]]:
+    """Columns that are copied together, in shared memory and out of it. Of a width that is no whole
+    number of tiles the last ones lie past the array's end: they are read as zeros, and not written.
+    """
+    if width % COLUMNS == 0:
+        return [(pl.ds(0, width), pl.ds(0, width))]
+    starts = range(0, width, COLUMNS)
+    # A start that is known would be held against the array's end.
+    return [(pl.ds(i, COLUMNS), pl.ds(jnp.int32(i), COLUMNS)) for i in starts]
 
 
 def write_columns(out, smem) -> None:
@@ -34,7 +53,12 @@ def write_columns(out, smem) -> None:
     plgpu.commit_smem()
 
 
-def merge_kernel(part_ref, lse_ref, splits_ref, out_ref, transforms):
+def send(smem, ref) -> None:
+    for inside, outside in pieces(ref.shape[-1]):
+        plgpu.copy_smem_to_gmem(smem.at[:, inside], ref.at[:, outside])
+
+
+def merge_kernel(part_ref, lse_ref, splits_ref, out_ref):
     """A kernel that merges TILE queries of the task that each worker began and others went on
     with."""
     worker, tile = lax.axis_index("worker"), lax.axis_index("tile")
@@ -45,7 +69,7 @@ def merge_kernel(part_ref, lse_ref, splits_ref, out_ref, transforms):
         )
 
     _, width, rows = part_ref.shape
-    pl.run_scoped(scoped, plgpu.SMEM((rows, width), out_ref.dtype, transforms=transforms))
+    pl.run_scoped(scoped, plgpu.SMEM((rows, width), out_ref.dtype, transforms=TILED))
 
 
 def merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem):
@@ -54,6 +78,10 @@ def merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem):
     queries = pl.ds(tile * TILE, TILE)
     row, head, parts = (splits_ref[worker, i] for i in range(3))
     at_once = max(1, ELEMENTS_AT_ONCE // (width * TILE))
+    load = functools.partial(plgpu.load, optimized=False)
+
+    def over_queries(x):
+        return lax.broadcast_in_dim(x, (width, TILE), (1,))
 
     def step(i, state):
         top, total, out = state
@@ -62,28 +90,31 @@ def merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem):
             part = jnp.minimum(i * at_once + j, parts - 1)
             slot = 2 * (worker + part) + jnp.where(part == 0, 1, 0)
             surplus = jnp.where(i * at_once + j < parts, 0.0, reference.MASKED)
-            lses.append(plgpu.load(lse_ref.at[slot, :, queries], optimized=False) + surplus)
-            values.append(plgpu.load(part_ref.at[slot, :, queries], optimized=False))
+            lses.append(load(lse_ref.at[slot, queries]) + surplus)
+            values.append(load(part_ref.at[slot, :, queries]))
         new_top = functools.reduce(jnp.maximum, lses, top)
         keep = jnp.exp2(top - new_top)
         weights = [jnp.exp2(lse - new_top) for lse in lses]
         total = sum(weights, total * keep)
-        out = sum((w * v for w, v in zip(weights, values, strict=True)), out * keep)
+        out = sum(
+            (over_queries(w) * v for w, v in zip(weights, values, strict=True)),
+            out * over_queries(keep),
+        )
         return new_top, total, out
 
-    shape = (width, TILE)
-    zeros = jnp.zeros(shape, jnp.float32)
     _, total, out = lax.fori_loop(
         0,
         pl.cdiv(parts, at_once),
         step,
-        (jnp.full(shape, reference.MASKED, jnp.float32), zeros, zeros),
+        (
+            jnp.full((TILE,), reference.MASKED, jnp.float32),
+            jnp.zeros((TILE,), jnp.float32),
+            jnp.zeros((width, TILE), jnp.float32),
+        ),
     )
     out_smem = out_smem.at[queries]
-    write_columns(out / total, out_smem)
-    plgpu.copy_smem_to_gmem(
-        out_smem.at[:, pl.ds(0, out_ref.shape[-1])], out_ref.at[row, head, queries]
-    )
+    write_columns(out * over_queries(1 / total), out_smem)
+    send(out_smem, out_ref.at[row, head, queries])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
