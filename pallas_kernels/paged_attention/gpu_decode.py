@@ -40,7 +40,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.early_launch import allow_next, wait_for_inputs
 from pallas_kernels.paged_attention import gpu_merge, reference
-from pallas_kernels.paged_attention.gpu_merge import TILED, padded_width, pieces
+from pallas_kernels.paged_attention.gpu_merge import TILED, padded_width
 from pallas_kernels.paged_attention.gpu_plan import BLOCK, make_plan
 from pallas_kernels.paged_attention.meta import AttentionSpec
 
@@ -241,8 +241,7 @@ def _attend(
     width = padded_width(head_dim)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, stored - used), (0, width - head_dim)))
     queries = queries.reshape(num_rows, heads, stored // tiles, width)
-    if interpreted:
-        kv_pages = jnp.pad(kv_pages, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))
+    kv_pages = kv_pages.reshape(-1, page_size, num_kv_heads, 2 * head_dim)
     inputs = [queries, kv_pages, page_table, *plan]
     out_rows = num_rows
     if place is not None:
@@ -273,15 +272,15 @@ def _attend(
     compiler_params = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
     )
-    slots, out_width = 2 * config.workers, kv_pages.shape[-1]
+    slots = 2 * config.workers
     out, *parts = plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((out_rows, heads, stored // tiles, out_width), dtype),
+            jax.ShapeDtypeStruct((out_rows, heads, stored // tiles, width), dtype),
             jax.ShapeDtypeStruct((slots, width, columns), jnp.float32),
             jax.ShapeDtypeStruct((slots, columns), jnp.float32),
         ],
-        scratch_types=_scratch(config, out_width, columns, page_size, dtype),
+        scratch_types=_scratch(config, width, columns, page_size, dtype),
         grid=(config.workers // config.pairs,),
         grid_names=("block",),
         num_threads=2 * config.pairs,
@@ -303,16 +302,14 @@ def _attend(
         )
         merge(*parts, plan.splits)
         out = jax.freeze(out_ref)
-    return out[..., :head_dim]
+    return out[..., width - head_dim :]
 
 
-def _scratch(config, head_dim, columns, page_size, dtype) -> dict[str, Any]:
+def _scratch(config, width, columns, page_size, dtype) -> dict[str, Any]:
     """Shared memory, and barriers that order its use; of each pair of warpgroups in turn."""
-    width = padded_width(head_dim)
     queries, stages = (config.pairs * n for n in (config.query_buffers, config.stages))
     ring = plgpu.SMEM((stages, BLOCK, width), dtype, transforms=TILED)
-    copies = max(1, BLOCK // page_size) * len(pieces(head_dim))
-    full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+    full = plgpu.Barrier(num_arrivals=max(1, BLOCK // page_size), num_barriers=stages)
     free = plgpu.Barrier(num_barriers=stages)
     return {
         "queries_smem": plgpu.SMEM((queries * columns, width), dtype, transforms=TILED),
@@ -409,7 +406,8 @@ def _worker(
     def _():
         plgpu.set_max_registers(copy_registers, action="decrease")
 
-        copied_columns = pieces(kv_ref.shape[-1])
+        # Keys and, as wide, values: the last columns of both.
+        keys, values = pl.ds(0, width), pl.ds(kv_ref.shape[-1] - width, width)
 
         def load(i, _, head, block, done, row, length):
             """A block's pages, `done` being those of the worker's segments before."""
@@ -422,8 +420,8 @@ def _worker(
             copied = min(BLOCK, page_size)
             offset = lax.rem(token, jnp.int32(page_size)) if page_size > BLOCK else 0
             for part, smem, full, free in (
-                (0, k_smem, k_full, k_free),
-                (1, v_smem, v_full, v_free),
+                (keys, k_smem, k_full, k_free),
+                (values, v_smem, v_full, v_free),
             ):
 
                 @pl.when(done + i >= config.stages)
@@ -433,17 +431,11 @@ def _worker(
                 for p in in_block:
 
                     def copy(p=p, part=part, smem=smem, full=full):
-                        page = kv_ref.at[pages[p], pl.ds(offset, copied), 2 * kv_head + part]
-                        for inside, outside in copied_columns:
-                            plgpu.copy_gmem_to_smem(
-                                page.at[:, outside],
-                                smem.at[stage, pl.ds(p * copied, copied), inside],
-                                full.at[stage],
-                            )
-
-                    def skip(full=full):
-                        for _ in copied_columns:
-                            plgpu.barrier_arrive(full.at[stage])
+                        plgpu.copy_gmem_to_smem(
+                            kv_ref.at[pages[p], pl.ds(offset, copied), kv_head, part],
+                            smem.at[stage, pl.ds(p * copied, copied)],
+                            full.at[stage],
+                        )
 
                     if p == 0:
                         copy()
@@ -451,7 +443,9 @@ def _worker(
                     # Past the row's last page nothing is read, and what lies there masked.
                     is_used = first_page + p <= last_page
                     pl.when(is_used)(copy)
-                    pl.when(jnp.logical_not(is_used))(skip)
+                    pl.when(jnp.logical_not(is_used))(
+                        lambda full=full: plgpu.barrier_arrive(full.at[stage])
+                    )
             return ()
 
         def segment(j, state):
@@ -528,7 +522,7 @@ def _worker(
                 if not has_place:
                     row = rows_ref[row]
                 head = lax.rem(task, jnp.int32(num_heads))
-                gpu_merge.send(out_smem, out_ref.at[row, head, pl.ds(0, columns)])
+                plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, head, pl.ds(0, columns)])
                 return ()
 
             lax.fori_loop(0, todo_empty, clear, ())
@@ -629,7 +623,7 @@ def _worker(
             @pl.when(jnp.logical_not(begun | goes_on))
             def _():
                 gpu_merge.write_columns(out, out_smem)
-                gpu_merge.send(out_smem, out_ref.at[row, head, pl.ds(0, columns)])
+                plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, head, pl.ds(0, columns)])
 
             @pl.when(begun | goes_on)
             def _():

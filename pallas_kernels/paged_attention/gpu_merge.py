@@ -36,26 +36,10 @@ def padded_width(head_dim: int) -> int:
     return COLUMNS * math.ceil(head_dim / COLUMNS)
 
 
-def pieces(width: int) -> list[tuple[Any, Any]]:
-    """Columns that are copied together, in shared memory and out of it. Of a width that is no whole
-    number of tiles the last ones lie past the array's end: they are read as zeros, and not written.
-    """
-    if width % COLUMNS == 0:
-        return [(pl.ds(0, width), pl.ds(0, width))]
-    starts = range(0, width, COLUMNS)
-    # A start that is known would be held against the array's end.
-    return [(pl.ds(i, COLUMNS), pl.ds(jnp.int32(i), COLUMNS)) for i in starts]
-
-
 def write_columns(out, smem) -> None:
     """Columns of an output as rows of shared memory, for copies."""
     smem.transpose((1, 0))[...] = out.astype(smem.dtype)
     plgpu.commit_smem()
-
-
-def send(smem, ref) -> None:
-    for inside, outside in pieces(ref.shape[-1]):
-        plgpu.copy_smem_to_gmem(smem.at[:, inside], ref.at[:, outside])
 
 
 def merge_kernel(part_ref, lse_ref, splits_ref, out_ref):
@@ -114,7 +98,7 @@ def merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem):
     )
     out_smem = out_smem.at[queries]
     write_columns(out * over_queries(1 / total), out_smem)
-    send(out_smem, out_ref.at[row, head, queries])
+    plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, head, queries])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
