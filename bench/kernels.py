@@ -99,8 +99,8 @@ def settings(spec: AttentionSpec) -> list[gpu_decode.Config]:
         workers = default.workers // default.pairs * pairs
         for query_buffers in (2, 1):
             config = gpu_decode.Config(workers, pairs, stages, query_buffers, inside)
-            rows = gpu_decode.query_rows(spec)
-            if config.shared_bytes(spec.head_dim, rows) <= gpu_decode.SHARED_BYTES:
+            queries = spec.group * spec.queries_per_row
+            if config.shared_bytes(spec.head_dim, queries) <= gpu_decode.SHARED_BYTES:
                 found.append(config)
                 break
     return found

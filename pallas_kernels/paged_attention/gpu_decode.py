@@ -15,7 +15,13 @@ order, the heads of the group together; what the other columns hold is never wri
     column   0 .. G-1     G .. 2G-1   ..   (Q-1)G .. QG-1   QG ..
     query    oldest                        newest           none
 
-So are the columns of the output, whose rows are the head's width.
+So are the columns of the output, whose rows are the head's width. Queries as the 64 rows, most of
+them none, are eight times the work, which the card's power limit turns into time: 3 % of a step of
+256 rows (H200). More than MAX_COLUMNS are in tiles that attend as heads of their own.
+
+Keys and values of a kv head lie side by side. Of a width that is no multiple of 64 both are copied
+with 32 columns of the other, since shared memory holds whole tiles: queries are 0 there, and the
+rows of the output that come of it are left out.
 
 Of a task in parts, whoever writes the last part merges them (`gpu_merge`).
 
@@ -52,7 +58,7 @@ REDUCE_WORDS = 32  # of shared memory a query, for a warpgroup's reductions over
 LOG2_E = math.log2(math.e)
 # Of a thread, by pairs of warpgroups in a thread block: multiplying, copying. A launch gives 256
 # threads 255 each and 512 threads 128; asking for more in all would wait for ever.
-REGISTERS = {1: (256, 96), 2: (208, 48)}
+REGISTERS = {1: (256, 96), 2: (208, 48), 3: (120, 40)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +83,12 @@ class Config:
         if self.workers % self.pairs:
             raise ValueError(f"workers is {self.workers}, no multiple of {self.pairs} pairs")
 
-    def shared_bytes(self, head_dim: int, columns: int) -> int:
-        """Shared memory a thread block takes, near enough, with tiles of `columns` queries."""
-        width = padded_width(head_dim)
+    def shared_bytes(self, head_dim: int, queries: int) -> int:
+        """Shared memory a thread block takes, near enough, with so many queries a kv head."""
+        width, (_, columns) = padded_width(head_dim), query_tiles(queries)
         ring = self.stages * 2 * BLOCK * width * 2
-        queries = columns * ((self.query_buffers + 1) * width + BLOCK) * 2
-        return self.pairs * (ring + queries + REDUCE_WORDS * columns * 4) + 2048
+        tile = columns * (((self.query_buffers + 1) * width + BLOCK) * 2 + REDUCE_WORDS * 4)
+        return self.pairs * (ring + tile) + 2048
 
 
 # What `python -m bench.kernels --sweep` found fastest: device kind -> head width, page size.
@@ -96,13 +102,13 @@ def default_config(spec: AttentionSpec, device_kind: str = "") -> Config:
     if tuned := TUNED.get(device_kind, {}).get((spec.head_dim, spec.page_size)):
         return tuned
     blocks = MULTIPROCESSORS.get(device_kind, 132)
-    _, columns = query_tiles(spec.group * spec.queries_per_row)
+    queries = spec.group * spec.queries_per_row
     for pairs, stages in itertools.product((2, 1), (4, 3, 2)):
         config = Config(blocks * pairs, pairs, stages)
-        if config.shared_bytes(spec.head_dim, columns) <= SHARED_BYTES:
+        if config.shared_bytes(spec.head_dim, queries) <= SHARED_BYTES:
             return config
     config = Config(blocks, 1, 2, query_buffers=1)
-    if config.shared_bytes(spec.head_dim, columns) <= SHARED_BYTES:
+    if config.shared_bytes(spec.head_dim, queries) <= SHARED_BYTES:
         return config
     raise NotImplementedError(f"head width {spec.head_dim} does not fit shared memory")
 
@@ -406,17 +412,26 @@ def _worker(
     def _():
         plgpu.set_max_registers(copy_registers, action="decrease")
 
-        # Keys and, as wide, values: the last columns of both.
+        in_block = range(max(1, BLOCK // page_size))
         keys, values = pl.ds(0, width), pl.ds(kv_ref.shape[-1] - width, width)
 
-        def load(i, _, head, block, done, row, length):
-            """A block's pages, `done` being those of the worker's segments before."""
+        def pages_of(block, row, last_page):
+            first_page = lax.div(block * BLOCK, jnp.int32(page_size))
+            return [page_table_ref[row, jnp.minimum(first_page + p, last_page)] for p in in_block]
+
+        def load_blocks(first, end, head, block, done, row, length):
+            """Copies a segment's blocks, `done` being those of the worker's segments before."""
             last_page = lax.div(length - 1, jnp.int32(page_size))
+            load_one = functools.partial(
+                load, head=head, block=block, done=done, row=row, last_page=last_page
+            )
+            lax.fori_loop(first, end, load_one, pages_of(block + first, row, last_page))
+
+        def load(i, pages, head, block, done, row, last_page):
+            next_pages = pages_of(block + i + 1, row, last_page)  # there when it is their turn
             stage, kv_head = slot_of(done + i, config.stages), _div(head, tiles)
             token = (block + i) * BLOCK
             first_page = lax.div(token, jnp.int32(page_size))
-            in_block = range(max(1, BLOCK // page_size))
-            pages = [page_table_ref[row, jnp.minimum(first_page + p, last_page)] for p in in_block]
             copied = min(BLOCK, page_size)
             offset = lax.rem(token, jnp.int32(page_size)) if page_size > BLOCK else 0
             for part, smem, full, free in (
@@ -446,7 +461,7 @@ def _worker(
                     pl.when(jnp.logical_not(is_used))(
                         lambda full=full: plgpu.barrier_arrive(full.at[stage])
                     )
-            return ()
+            return next_pages
 
         def segment(j, state):
             place, head, block, done, row, length = state
@@ -462,9 +477,7 @@ def _worker(
                 queries_smem.at[pl.ds(buffer * columns, columns)],
                 queries_full.at[buffer],
             )
-            sizes = {"head": head, "block": block, "done": done, "row": row, "length": length}
-            loaded = jnp.where(j == 0, early, 0)
-            lax.fori_loop(loaded, todo, functools.partial(load, **sizes), ())
+            load_blocks(jnp.where(j == 0, early, 0), todo, head, block, done, row, length)
             place, head, block = next_of(place, head)
             return place, head, block, done + todo, rows_ref[place], lens_ref[place]
 
@@ -475,8 +488,7 @@ def _worker(
             older = lax.div(length - queries_per_row, jnp.int32(BLOCK)) - block
             room = jnp.minimum(todo_of(block, 0, length), config.stages)
             early = jnp.where(segments > 0, jnp.clip(older, 0, room), 0)
-            sizes = {"head": head, "block": block, "done": 0, "row": row, "length": length}
-            lax.fori_loop(0, early, functools.partial(load, **sizes), ())
+            load_blocks(0, early, head, block, 0, row, length)
             wait_for_inputs(interpret)
         start = place, head, block, jnp.int32(0), row, length
         lax.fori_loop(0, segments, segment, start)

@@ -69,6 +69,8 @@ def test_ragged_rows_over_few_and_many_workers(window, workers):
         (10, 2, 128, 32, "bfloat16"),
         (2, 2, 64, 64, "float16"),
         (4, 2, 96, 16, "bfloat16"),
+        (2, 1, 32, 16, "float16"),
+        (40, 1, 96, 16, "bfloat16"),
     ],
 )
 def test_head_shapes_page_sizes_and_no_races(heads, kv_heads, head_dim, page_size, dtype):
@@ -225,6 +227,11 @@ def test_unsupported_cases_are_named():
 @pytest.mark.parametrize("num_heads", [8, 32, 512])
 def test_default_config_fits_shared_memory(num_heads, head_dim):
     spec = AttentionSpec("decode", num_heads, 8, head_dim, 16, "bfloat16")
-    config, rows = gpu_decode.default_config(spec), gpu_decode.query_rows(spec)
-    assert config.shared_bytes(head_dim, rows) <= gpu_decode.SHARED_BYTES
-    assert rows == max(8, num_heads // 8)
+    config = gpu_decode.default_config(spec)
+    assert config.shared_bytes(head_dim, num_heads // 8) <= gpu_decode.SHARED_BYTES
+
+
+def test_many_queries_are_in_even_tiles():
+    counts = 1, 8, 9, 32, 33, 40, 64
+    tiles = (1, 8), (1, 8), (1, 16), (1, 32), (2, 24), (2, 24), (2, 32)
+    assert tuple(map(gpu_decode.query_tiles, counts)) == tiles
