@@ -58,7 +58,7 @@ REDUCE_WORDS = 32  # of shared memory a query, for a warpgroup's reductions over
 LOG2_E = math.log2(math.e)
 # Of a thread, by pairs of warpgroups in a thread block: multiplying, copying. A launch gives 256
 # threads 255 each and 512 threads 128; asking for more in all would wait for ever.
-REGISTERS = {1: (256, 96), 2: (208, 48), 3: (120, 40)}
+REGISTERS = {1: (256, 96), 2: (208, 48)}
 
 
 @dataclasses.dataclass(frozen=True)
