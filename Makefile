@@ -27,7 +27,7 @@ demo: $(VENV)/.base   ## pull the real model, serve it, ask it over HTTP and gRP
 	@$(VENV)/bin/jaxserve pull smollm2-135m-instruct
 	@$(PY) -m jaxserve.entry.demo
 
-# A file's tests share a worker. Files in order of their names: bench and e2e, the longest, come first.
+# A file's tests share a worker. Files go by name: bench and e2e, the longest, come first.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.dev   ## lint, types and the default suite
 	@$(VENV)/bin/jaxserve pull smollm2-135m-instruct
