@@ -27,12 +27,14 @@ demo: $(VENV)/.base   ## pull the real model, serve it, ask it over HTTP and gRP
 	@$(VENV)/bin/jaxserve pull smollm2-135m-instruct
 	@$(PY) -m jaxserve.entry.demo
 
+# A file's tests share a worker. Files go by name: bench and e2e, the longest, come first.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.dev   ## lint, types and the default suite
 	@$(VENV)/bin/jaxserve pull smollm2-135m-instruct
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/pyright
-	@$(PY) -m pytest
+	@$(PY) -m pytest $(WORKERS)
 
 # An environment of its own: where jax's CUDA plugin is installed, jax looks for a GPU at every start.
 $(VENV)-aot/.done: $(VENV)/.base

@@ -1,8 +1,11 @@
 """Settings that every test runs under: eight CPU devices, float32 matmuls, compiled programs kept
 between runs."""
 
+import gc
 import os
 import pathlib
+
+import pytest
 
 # Before jax is first imported, here and in the engine processes that tests start.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -13,3 +16,11 @@ os.environ.setdefault(
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", ".cache/hypothesis")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_objects_are_not_collected():
+    """A file's collections look only at what it makes: at all that was there before, each of many
+    would take a second."""
+    gc.collect()
+    gc.freeze()

@@ -3,7 +3,7 @@ logits and the tokens before it, with overlap, chunks, cached prefixes and preem
 
 import itertools
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import numpy_sampler as reference
 import pytest
@@ -12,6 +12,7 @@ from engines import Driver, make
 from jaxserve.execution import sampling, step
 from jaxserve.types import TokenLogprobs
 
+uniform = jax.jit(sampling.uniform)
 rng = np.random.default_rng(8)
 PROMPTS = [rng.integers(3, 100, size).tolist() for size in (1, 3, 8, 17, 30, 70)]
 OPTIONS = [
@@ -64,8 +65,8 @@ class Watch:
             logits = self.logits[request.request_id, position]
             allowed = reference.allowed_logits(logits, options, prompt, output)
             kept = reference.kept_logits(allowed, options)
-            seed = [jnp.asarray([step._signed(options.seed >> shift)]) for shift in (0, 32)]
-            u = float(sampling.uniform(*seed, jnp.asarray([position]))[0])
+            seed = [np.array([step._signed(options.seed >> shift)], np.int32) for shift in (0, 32)]
+            u = float(uniform(*seed, np.array([position], np.int32))[0])
             reference.check_token(token, kept, options.temperature, u)
             if options.logprobs is not None or options.token_ids_logprob:
                 asked = kept if options.logprobs_mode == "processed_logprobs" else logits

@@ -17,7 +17,18 @@ from jaxserve.types import ConfigError, TokenOutput
 
 
 @pytest.fixture
-def connect():
+def client_threads():
+    """Those that this test began and that run still: engines of other files have theirs."""
+
+    def running():
+        return {t for t in threading.enumerate() if t.name == "jaxserve-client"}
+
+    before = running()
+    return lambda: running() - before
+
+
+@pytest.fixture
+def connect(client_threads):
     llms = []
 
     def make(engine, kind=LLM, **settings):
@@ -31,7 +42,7 @@ def connect():
     yield make
     for llm in llms:
         llm.close()
-    assert not [t for t in threading.enumerate() if t.name == "jaxserve-client"]
+    assert not client_threads()
 
 
 def eventually(condition):
@@ -183,14 +194,14 @@ def test_close_ends_streams_and_calls(fake_engine, byte_level, connect):
             call()
 
 
-def test_losing_the_last_reference_ends_the_engine(fake_engine, byte_level):
+def test_losing_the_last_reference_ends_the_engine(fake_engine, byte_level, client_threads):
     engine = fake_engine(byte_level)
     llm = LLM("tiny", start_engine=engine.start_engine, load_model=engine.load_model)
     assert llm.generate("x")
     del llm
     gc.collect()
     eventually(lambda: not engine.threads[0].is_alive())
-    eventually(lambda: not [t for t in threading.enumerate() if t.name == "jaxserve-client"])
+    eventually(lambda: not client_threads())
 
 
 def test_last_reference_may_go_in_the_clients_own_thread(fake_engine, byte_level):
@@ -207,13 +218,13 @@ def test_last_reference_may_go_in_the_clients_own_thread(fake_engine, byte_level
     eventually(lambda: not loop.thread.is_alive())
 
 
-def test_failed_start_leaves_no_thread(fake_engine):
+def test_failed_start_leaves_no_thread(fake_engine, client_threads):
     from jaxserve import messages
 
     engine = fake_engine(start_messages=[messages.Fatal("ConfigError: tensor", "ConfigError")])
     with pytest.raises(ConfigError, match="tensor"):
         LLM("tiny", start_engine=engine.start_engine, load_model=engine.load_model)
-    assert not [t for t in threading.enumerate() if t.name == "jaxserve-client"]
+    assert not client_threads()
 
 
 def test_program_that_forgets_to_close_ends(tmp_path):

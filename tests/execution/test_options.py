@@ -108,6 +108,7 @@ def sample():
 
 
 start_row = jax.jit(slot_state.start_row)
+uniform = jax.jit(sampling.uniform)
 apply_mask = jax.jit(sampling.apply_mask)
 
 
@@ -180,9 +181,9 @@ def check_row(r: int, sequence: Sequence, logits: np.ndarray, sampled, token: in
         assert token == sampling.NONE_ALLOWED, options
         return
     kept = reference.kept_logits(allowed, options)
-    u = sampling.uniform(
-        *(jnp.asarray([step._signed(options.seed >> s)]) for s in (0, 32)),
-        jnp.asarray([len(sequence.token_ids)]),
+    u = uniform(
+        *(np.array([step._signed(options.seed >> s)], np.int32) for s in (0, 32)),
+        np.array([len(sequence.token_ids)], np.int32),
     )
     reference.check_token(token, kept, options.temperature, float(u[0]))
     asked = kept if options.logprobs_mode == "processed_logprobs" else logits.astype(np.float64)
