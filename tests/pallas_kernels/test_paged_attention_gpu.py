@@ -158,7 +158,11 @@ def test_mixed_step_agrees_with_the_reference(monkeypatch):
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.sampled_from([1, 12]).flatmap(  # few sizes: each is compiled anew
-        lambda n: st.lists(st.one_of(st.just(0), st.integers(1, 3000)), min_size=n, max_size=n)
+        lambda n: st.sampled_from([384, 3000]).flatmap(
+            lambda most: st.lists(
+                st.one_of(st.just(0), st.integers(1, most)), min_size=n, max_size=n
+            )
+        )
     ),
     st.sampled_from([1, 2, 8]),
     st.sampled_from([None, 1, 100]),
@@ -207,6 +211,21 @@ def test_plan_covers_every_block_once(lens, num_kv_heads, window, workers):
         if parts
     }
     assert merged == split
+
+
+@pytest.mark.parametrize(
+    ("lens", "blocks", "workers"),
+    [
+        ([264] * 8, [5] * 64, 264),  # each task has a worker of its own
+        ([300, 0, 10, 384, 64, 65], [5] * 8 + [1] * 8 + [6] * 8 + [1] * 8 + [2] * 8, 264),
+        ([264] * 4, [1] * 160, 264),  # tasks of an eighth of the workers or fewer are in parts
+        ([264] * 8, [6] * 53 + [2], 56),  # so are those of more tasks than workers
+        ([385] * 8, [2] * 224, 264),  # and long ones
+    ],
+)
+def test_short_tasks_are_not_cut(lens, blocks, workers):
+    plan = make_plan(jnp.asarray(lens, jnp.int32), 8, None, workers)
+    assert [n for n in plan.work[:, 3].tolist() if n] == blocks
 
 
 def test_unsupported_cases_are_named():
