@@ -1,8 +1,8 @@
 """Paged attention on a Hopper GPU, in Pallas Mosaic GPU: rows with one or a few new tokens.
 
 A call must read kv_len x 2 K H elements a row and little else. On an H200 (JAX 0.11.2,
-2026-11-30, 32 heads over 8, width 128, page 16) it does so at 4.1 TB/s with 64 rows of 4k or 256 of
-1k, 3.4 with 256 of 264 and 3.2 with one row of 32k; 4.3 is the card's rate of copying.
+2026-12-01, 32 heads over 8, width 128, page 16) it does so at 4.2 TB/s with 64 rows of 4k or 256 of
+1k, 3.7 with 256 of 264 and 3.3 with one row of 32k; 4.3 is the card's rate of copying.
 
 `gpu_plan` shares the blocks of all (row, kv head) tasks out to workers, which stay on their
 multiprocessor. A worker is two warpgroups: one issues the copies of pages into a ring in shared
