@@ -93,13 +93,12 @@ def spec_of(case: Case) -> AttentionSpec:
 
 def settings(spec: AttentionSpec) -> list[gpu_decode.Config]:
     """All settings of the GPU decode kernel that differ in speed and fit."""
-    default = gpu_decode.default_config(spec)
+    default, queries = gpu_decode.default_config(spec), spec.group * spec.queries_per_row
     found = []
     for pairs, stages, inside in itertools.product((1, 2), (2, 3, 4, 6, 8), (True, False)):
         workers = default.workers // default.pairs * pairs
         for query_buffers in (2, 1):
             config = gpu_decode.Config(workers, pairs, stages, query_buffers, inside)
-            queries = spec.group * spec.queries_per_row
             if config.shared_bytes(spec.head_dim, queries) <= gpu_decode.SHARED_BYTES:
                 found.append(config)
                 break

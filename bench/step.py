@@ -98,8 +98,10 @@ def measure(
     runner._kv = tuple(fill(jax.random.key(i), pages) for i, pages in enumerate(runner._kv))
     parts = step.layout(shape)
     packed = np.zeros(step.packed_size(shape), np.int32)
-    prompt = np.random.default_rng(1).integers(model.config.vocab_size, size=tokens or batch)
-    packed[parts["token_ids"]] = prompt if tokens else step.TOKEN_ON_DEVICE
+    packed[parts["token_ids"]] = step.TOKEN_ON_DEVICE
+    if tokens:
+        prompt = np.random.default_rng(1).integers(model.config.vocab_size, size=tokens)
+        packed[parts["token_ids"]] = prompt
     packed[parts["query_start"]] = np.arange(batch + 1) * (context if tokens else 1)
     packed[parts["kv_lens"]] = context
     packed[parts["slots"]] = np.arange(batch)

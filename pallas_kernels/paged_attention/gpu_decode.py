@@ -21,7 +21,8 @@ them none, are eight times the work, which the card's power limit turns into tim
 
 Keys and values of a kv head lie side by side. Of a width that is no multiple of 64 both are copied
 with 32 columns of the other, since shared memory holds whole tiles: queries are 0 there, and the
-rows of the output that come of it are left out.
+rows of the output that come of it are left out. So what is written for a token must be finite: an
+infinite value would make its score NaN, and with it the head's whole output.
 
 Of a task in parts, whoever writes the last part merges them (`gpu_merge`).
 

@@ -52,8 +52,8 @@ def merge_kernel(part_ref, lse_ref, splits_ref, out_ref):
             lambda: merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem)
         )
 
-    _, width, rows = part_ref.shape
-    pl.run_scoped(scoped, plgpu.SMEM((rows, width), out_ref.dtype, transforms=TILED))
+    _, width, columns = part_ref.shape
+    pl.run_scoped(scoped, plgpu.SMEM((columns, width), out_ref.dtype, transforms=TILED))
 
 
 def merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem):

@@ -71,12 +71,12 @@ def make_plan(
     lens = kv_lens[rows]
     placed_blocks = blocks[rows]
     ends = jnp.cumsum(placed_blocks) * num_kv_heads
-    total = ends[-1]
+    begins, total = ends - placed_blocks * num_kv_heads, ends[-1]
     share = jnp.maximum((total + workers - 1) // workers, 1)
 
     def locate(flat):  # [W] -> place, head, block from the row's first, blocks of the row
         at = jnp.minimum(jnp.sum(flat[:, None] >= ends, axis=1), num_rows - 1)
-        inside = flat - (ends - placed_blocks * num_kv_heads)[at]
+        inside = flat - begins[at]
         width = jnp.maximum(placed_blocks[at], 1)
         return at, inside // width, inside % width, width
 
@@ -89,9 +89,9 @@ def make_plan(
     cuts = jnp.where(cuts < total, moved, total)
     tasks, task = num_live * num_kv_heads, jnp.arange(workers + 1)
     at = jnp.minimum(task // num_kv_heads, num_rows - 1)
-    begins = (ends - placed_blocks * num_kv_heads)[at] + task % num_kv_heads * placed_blocks[at]
+    own = begins[at] + task % num_kv_heads * placed_blocks[at]
     is_whole = (workers // 8 < tasks) & (tasks <= workers) & (jnp.max(blocks) <= WHOLE)
-    cuts = jnp.where(is_whole, jnp.where(task < tasks, begins, total), cuts)
+    cuts = jnp.where(is_whole, jnp.where(task < tasks, own, total), cuts)
     start, count = cuts[:-1], cuts[1:] - cuts[:-1]
     start = jnp.minimum(start, jnp.maximum(total - 1, 0))
     at, head, block, _ = locate(start)
