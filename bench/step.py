@@ -33,7 +33,7 @@ from sharding.mesh import make_mesh
 
 PAGE_SIZE = 16
 PAGES = 256
-CHOOSE, CHOOSE_ADDING = linear.choose, linear.choose_adding
+CHOOSE, CHOOSE_ADDING, CHOOSE_GATED = linear.choose, linear.choose_adding, linear.choose_gated
 ADDS_IN_KERNEL = linear.adds_in_kernel
 ROTATE_UNSUPPORTED = gpu_rotate.unsupported
 PRODUCT_OPTIONS = runners.compiler_options
@@ -59,6 +59,7 @@ def variant(name: str) -> None:
     gpu_rotate.unsupported = (lambda *_: "the bench") if apart else ROTATE_UNSUPPORTED
     linear.choose = CHOOSE if base == "ours" else lambda *_: None
     linear.choose_adding = CHOOSE_ADDING if base == "ours" else lambda *_: None
+    linear.choose_gated = CHOOSE_GATED if base == "ours" else lambda *_: None
     linear.adds_in_kernel = ADDS_IN_KERNEL if base == "ours" else lambda *_: False
     chosen: dict[str, Any] = {}
     for option in options:

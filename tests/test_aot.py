@@ -33,6 +33,8 @@ from pallas_kernels.decode_matmul.api import (
     choose_adding,
 )
 from pallas_kernels.decode_matmul.gpu import decode_matmul, decode_matmul_add
+from pallas_kernels.matmul.api import choose_gated
+from pallas_kernels.matmul.gpu import gated_matmul
 from pallas_kernels.paged_attention import AttentionMeta, gpu_rotate, paged_attention
 from sharding.mesh import make_mesh
 
@@ -293,6 +295,20 @@ def test_h200_products_spill_nothing(shape, rows, monkeypatch, capfd):
     assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
 
 
+@pytest.mark.parametrize("rows", [480, 2048])
+def test_h200_gated_product_of_many_rows_spills_nothing(rows, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    whole = NamedSharding(make_mesh(MeshConfig(), h200()), PartitionSpec())
+    x, weight = (
+        jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=whole)
+        for dims in ((rows, 4096), (14336, 2, 4096))
+    )
+    config = choose_gated("NVIDIA H200", rows, weight.shape, x.dtype)
+    compiled = jax.jit(functools.partial(gated_matmul, config=config)).lower(x, weight).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes == 0
+    assert set(re.findall(r"(\d+) bytes spill", "".join(capfd.readouterr()))) == {"0"}
+
+
 @pytest.mark.parametrize(
     ("kind", "tokens", "seqs", "tensor"),
     [
@@ -341,6 +357,7 @@ def test_h200_step_of_an_8b_model_copies_neither_weights_nor_cache(kind, tokens,
     gated = tensor == 1 and tokens <= MAX_ROWS
     assert kernels(text, "decode_matmul") == LAYERS * (4 if own else int(gated))
     assert kernels(text, "decode_matmul_gated") == LAYERS * gated
+    assert kernels(text, "gated_matmul") == LAYERS * (kind == "mixed")
     assert kernels(text, "decode_matmul_add") == LAYERS * own
     assert kernels(text, "add_norm") == ((2 - own) * LAYERS - 1) * (tensor == 1)
     # Parts of products are added by what reads them.

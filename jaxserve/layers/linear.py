@@ -10,6 +10,7 @@ from jaxserve.layers.norm import HalfNormed, Residual, RMSNorm
 from pallas_kernels import dispatch
 from pallas_kernels.decode_matmul.api import choose, choose_adding, xla_splits
 from pallas_kernels.decode_matmul.config import Config
+from pallas_kernels.matmul.api import choose_gated
 from sharding.place import Placement
 
 # With more rows both ways to write a product are equally fast on the CPU, and the transpose costs.
@@ -106,9 +107,8 @@ def gated_linear(
     bias: Float[Array, "outputs 2"] | None = None,
 ) -> Float[Array, "T outputs"]:
     """silu(x gate) * (x up), of a weight that holds gate and up in pairs."""
-    config = None if bias is not None else _config(x, weight, placement)
-    if config is not None:
-        return _decode_matmul(x, weight, config, gated=True)
+    if bias is None and (product := _gated_in_kernel(x, weight, placement)) is not None:
+        return product
     pairs = linear(x, weight, placement)
     if bias is not None:
         pairs = pairs + bias
@@ -118,6 +118,18 @@ def gated_linear(
 
 def _whole(x: Float[Array, "T inputs"] | HalfNormed) -> Float[Array, "T inputs"]:
     return x.whole() if isinstance(x, HalfNormed) else x
+
+
+def _gated_in_kernel(x, weight, placement) -> Float[Array, "T outputs"] | None:
+    if (config := _config(x, weight, placement)) is not None:
+        return _decode_matmul(x, weight, config, gated=True)
+    x = _whole(x)
+    config = choose_gated(placement.device_kind, x.shape[0], weight.shape, x.dtype)
+    if config is None or x.dtype != weight.dtype:
+        return None
+    from pallas_kernels.matmul.gpu import gated_matmul
+
+    return gated_matmul(x, weight, config=config)
 
 
 def _parts(x, matrix, placement) -> Float[Array, "S T outputs"] | None:

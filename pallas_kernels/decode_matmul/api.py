@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.decode_matmul.config import COPIED_ROWS, Config
+from pallas_kernels.decode_matmul.config import COPIED_ROWS, MIN_WEIGHT, Config
 
 BLOCK_ROWS = 128
 """Of a thread block, at most. With more, operations cost more than bytes, and XLA's product is as
@@ -85,7 +85,7 @@ def choose(
         return None
     if dtype not in (jnp.bfloat16, jnp.float16):
         return None
-    if inputs % 64 or outputs * inputs < 1 << 22:
+    if inputs % 64 or outputs * inputs < MIN_WEIGHT:
         return None
     if rows > COPIED_ROWS and rows % COPIED_ROWS:
         return None

@@ -6,6 +6,9 @@ import dataclasses
 SHARED_BYTES = 227 << 10  # that a thread block may have on Hopper
 COPIED_ROWS = 8  # by a copy, of an array that has whole eights or less than one
 
+MIN_WEIGHT = 1 << 22
+"""Numbers of a weight, of which smaller ones are multiplied as fast by XLA."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:

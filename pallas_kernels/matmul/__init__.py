@@ -1,0 +1,1 @@
+"""Products of many rows with a weight."""
