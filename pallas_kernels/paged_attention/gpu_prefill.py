@@ -78,9 +78,8 @@ class Config:
             raise ValueError(f"num_blocks is {self.num_blocks}; allowed: 1 or more")
 
     def shared_memory_bytes(self, head_dim: int) -> int:
-        """Of queries and outputs of a tile and the blocks of keys and values, barriers aside."""
-        weights = TILE * self.block_kv if self.interpretable else 0
-        return 2 * (2 * (TILE + self.stages * self.block_kv) * head_dim + weights)
+        """Of two tiles' queries, one's outputs, and blocks of keys and values; barriers aside."""
+        return 2 * (3 * TILE + 2 * self.stages * self.block_kv) * head_dim
 
 
 def default_config(spec: AttentionSpec) -> Config:
@@ -200,7 +199,8 @@ def attend_chunks(
     config = config or default_config(spec)
     if page_size > config.block_kv:
         raise ValueError(f"block_kv is {config.block_kv}, less than a page of {page_size}")
-    if config.shared_memory_bytes(head_dim) > SHARED_MEMORY_BYTES - 1024:
+    needed = config.shared_memory_bytes(head_dim)
+    if not config.interpretable and needed > SHARED_MEMORY_BYTES - 1024:
         raise ValueError(f"{config} needs more shared memory than a multiprocessor has")
     if plan is None:
         plan = make_plan(meta, num_tokens, sliding_window)
@@ -242,13 +242,12 @@ def _scratch(spec: AttentionSpec, config: Config, dtype) -> dict[str, Any]:
     full = plgpu.Barrier(num_arrivals=pages_per_block, num_barriers=config.stages)
     free = plgpu.Barrier(num_arrivals=2, num_barriers=config.stages)
     scratch = {
-        "q_smem": plgpu.SMEM((2, rows, width), dtype, transforms=layout),
+        "q_smem": plgpu.SMEM((2, 2, rows, width), dtype, transforms=layout),
         "k_smem": plgpu.SMEM(block, dtype, transforms=layout),
         "v_smem": plgpu.SMEM(block, dtype, transforms=layout),
         "out_smem": plgpu.SMEM((2, rows, width), dtype),
         "weights_smem": None,
-        # Pairs, of items in turn, only because the address of a barrier that stands alone is kept
-        # in a register.
+        # Of items in turn: one's queries are there before the last one's are done with.
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "cleaned": plgpu.Barrier(num_arrivals=2, num_barriers=2),
@@ -352,11 +351,12 @@ def _kernel(
         pages_per_block = block_kv // page_size
 
         def item(tile, head, round_, begin):
-            pl.when(round_ > 0)(lambda: plgpu.barrier_wait(q_free.at[lax.rem(round_ - 1, 2)]))
+            parity = lax.rem(round_, jnp.int32(2))
+            pl.when(round_ >= 2)(lambda: plgpu.barrier_wait(q_free.at[parity]))
             for i in range(2):
                 token = pl.multiple_of(tile.token + i * rows, ALIGNMENT)
                 plgpu.copy_gmem_to_smem(
-                    q_ref.at[pl.ds(token, rows), head], q_smem.at[i], q_full.at[lax.rem(round_, 2)]
+                    q_ref.at[pl.ds(token, rows), head], q_smem.at[parity, i], q_full.at[parity]
                 )
             kv_head = _div(head, spec.group)
             last_page = _div(tile.kv_len - 1, page_size)
@@ -389,7 +389,11 @@ def _kernel(
         rounds, steps = each_item(item)
 
         # All is over once everything has been given back.
-        pl.when(rounds > 0)(lambda: plgpu.barrier_wait(q_free.at[lax.rem(rounds - 1, 2)]))
+        for back in (1, 2):
+
+            @pl.when(rounds >= back)
+            def _(back=back):
+                plgpu.barrier_wait(q_free.at[lax.rem(rounds - back, 2)])
 
         def last(step, _):
             slot = lax.rem(step, jnp.int32(stages))
@@ -401,7 +405,7 @@ def _kernel(
 
     def compute(accumulator):
         """accumulator: of a tile's output, or None where each product has one of its own."""
-        my_q, my_out = q_smem.at[warpgroup], out_smem.at[warpgroup]
+        my_out = out_smem.at[warpgroup]
         # Scores times `factor` are in units of log 2; with a cap, what the cap leaves of them.
         factor = sm_scale * LOG2_E if spec.soft_cap is None else spec.soft_cap * LOG2_E
 
@@ -416,7 +420,7 @@ def _kernel(
         def slot_of(step):
             return lax.rem(step, jnp.int32(stages))
 
-        def scores_of(slot, meanwhile=None):
+        def scores_of(my_q, slot, meanwhile=None):
             """Queries times keys of a slot. meanwhile: starts a product that goes on after."""
 
             def product(scores):
@@ -456,6 +460,7 @@ def _kernel(
 
         def item(tile, head, round_, begin):
             parity = lax.rem(round_, jnp.int32(2))
+            my_q = q_smem.at[parity, warpgroup]
 
             def weigh(scores, step, top, total, masked):
                 """(weights, new maximum and sum, what earlier sums are worth) of a block."""
@@ -500,10 +505,10 @@ def _kernel(
                 weights, top, total, out = carry
                 slot, previous = slot_of(step), slot_of(step - 1)
                 if config.interpretable:
-                    scores = scores_of(slot)
+                    scores = scores_of(my_q, slot)
                     out = add_values(weights, previous, out)
                 else:
-                    scores = scores_of(slot, lambda: add_values(weights, previous, out))
+                    scores = scores_of(my_q, slot, lambda: add_values(weights, previous, out))
                 found = weigh(scores, step, top, total, masked)
                 weights, top, total, keep = lax.optimization_barrier(found)
                 plgpu.barrier_wait(v_full.at[slot])
@@ -523,7 +528,7 @@ def _kernel(
                 """Scores, softmax and values of a block, one after the other."""
                 _, top, total, out = carry
                 slot = slot_of(step)
-                scores = scores_of(slot)
+                scores = scores_of(my_q, slot)
                 found = weigh(scores, step, top, total, masked)
                 weights, top, total, keep = lax.optimization_barrier(found)
                 plgpu.barrier_wait(v_full.at[slot])
@@ -557,7 +562,7 @@ def _kernel(
             plgpu.barrier_wait(q_full.at[parity])
             if config.overlap:
                 slot = slot_of(begin)
-                found = weigh(scores_of(slot), begin, top, total, masked=True)
+                found = weigh(scores_of(my_q, slot), begin, top, total, masked=True)
                 weights, top, total, _ = found
                 carry = (operand(weights), top, total, out)
                 plgpu.barrier_wait(v_full.at[slot])
