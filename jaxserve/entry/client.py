@@ -780,7 +780,8 @@ class Client:
             reason = stream.choices[0].finish_reason
             assert reason is not None
             stream.observer.on_request_finish(reason, stream.usage(), stream.times())
-            request_log.info("%s", stream.log_line())
+            if request_log.isEnabledFor(logging.INFO):
+                request_log.info("%s", stream.log_line())
 
     def _break_off(self, stream: RequestStream) -> None:
         """Ends what still runs of a request, here and in the engine; its reader gets the rest."""
@@ -853,6 +854,9 @@ def _compare_vocabularies(model: TextModel, info: EngineInfo) -> None:
 
 async def _gather(coroutines: Iterable[Any]) -> list[Any]:
     """Results in order. The first error, or cancellation, cancels the rest and is raised then."""
+    coroutines = list(coroutines)
+    if len(coroutines) == 1:  # which a task of its own would only make later
+        return [await coroutines[0]]
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
