@@ -13,8 +13,9 @@ import select
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
-from typing import Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import msgspec
 
@@ -97,9 +98,14 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 ToEngine = Vocabulary | Submit | Abort | Shutdown | FlushCache | Inspect
 FromEngine = Progress | Ready | Outputs | State | Fatal | Stopped
 
-_to_engine = msgspec.msgpack.Decoder(list[ToEngine])
+
+def _decode_array(_: Any, data: bytes) -> "array[int]":
+    return array("i", data)
+
+
+_to_engine = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=_decode_array)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode
 
 
 class EngineEnd(Protocol):

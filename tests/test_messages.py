@@ -4,10 +4,12 @@ import asyncio
 import socket
 import threading
 import time
+from array import array
 
 import pytest
 
 from jaxserve import messages
+from jaxserve.types import Request, TokenSampling
 
 LARGE = 3_000_000
 """Characters: more than a socket holds, and than is read at a time."""
@@ -123,3 +125,12 @@ async def test_an_engine_whose_client_has_gone_waits_and_tells_nobody():
     assert time.process_time() - worked < 0.2
     engine.send(messages.Stopped())
     engine.close()
+
+
+async def test_a_request_arrives_as_it_was_sent(link):
+    client, engine = link
+    token_ids = array("i", [0, 128255, 2**31 - 1])
+    sampling = TokenSampling(max_tokens=1, stop_token_ids=(3,))
+    request = Request(request_id="r", token_ids=token_ids, sampling=sampling)
+    client.send(messages.Submit(request))
+    assert await asyncio.to_thread(engine.receive, 5.0) == [messages.Submit(request)]

@@ -9,6 +9,7 @@ import functools
 import logging
 import time
 import uuid
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, get_args
 
@@ -526,10 +527,11 @@ class Client:
         if search.is_search(params):
             options = {"priority": priority, "cache_salt": cache_salt, "until": until}
             stream.search = asyncio.ensure_future(self._search(stream, sampling, options))
+        packed_ids = array("i", token_ids)
         for choice in stream.choices if stream.search is None else ():
             request = Request(
                 request_id=choice.wire_id,
-                token_ids=token_ids,
+                token_ids=packed_ids,
                 sampling=for_choice(sampling, choice_seed(params.seed, choice.index), choice.index),
                 priority=priority,
                 arrival_s=arrival_s,

@@ -11,6 +11,7 @@ kv_len 0 and no tokens; padding tokens write to page 0, which is never handed ou
 """
 
 import dataclasses
+from array import array
 from typing import NamedTuple
 
 import jax
@@ -126,7 +127,7 @@ class Packer:
         rows, parts = batch.rows, layout(shape)
         packed = np.zeros(packed_size(shape), np.int32)
         S, n = shape.seqs, len(rows)
-        ids: list[int] = []
+        ids = array("i")
         for row in rows:
             if row.num_tokens > 1:
                 ids += row.sequence.token_ids[row.start : row.start + row.num_tokens]
