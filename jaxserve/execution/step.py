@@ -127,16 +127,18 @@ class Packer:
         rows, parts = batch.rows, layout(shape)
         packed = np.zeros(packed_size(shape), np.int32)
         S, n = shape.seqs, len(rows)
-        ids = array("i")
-        for row in rows:
-            if row.num_tokens > 1:
-                ids += row.sequence.token_ids[row.start : row.start + row.num_tokens]
-                if row.token_pending:
-                    ids.append(TOKEN_ON_DEVICE)
-            else:
-                ids.append(
-                    TOKEN_ON_DEVICE if row.token_pending else row.sequence.token_ids[row.start]
-                )
+        single, chunks = rows[: batch.num_decode_rows], rows[batch.num_decode_rows :]
+        ids = array(
+            "i",
+            [
+                TOKEN_ON_DEVICE if row.token_pending else row.sequence.token_ids[row.start]
+                for row in single
+            ],
+        )
+        for row in chunks:
+            ids += row.sequence.token_ids[row.start : row.start + row.num_tokens]
+            if row.token_pending:
+                ids.append(TOKEN_ON_DEVICE)
         packed[: len(ids)] = ids
         query_start = packed[parts["query_start"]]
         query_start[1 : n + 1] = np.cumsum([row.num_tokens for row in rows])
