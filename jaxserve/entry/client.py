@@ -7,8 +7,8 @@ Whoever stops reading a request, however that happens, ends it in the engine too
 import asyncio
 import functools
 import logging
+import secrets
 import time
-import uuid
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, get_args
@@ -494,7 +494,7 @@ class Client:
         self._check_alive()
         assert self._handle is not None
         if request_id is None:
-            request_id = uuid.uuid4().hex
+            request_id = secrets.token_hex(16)
         check_options(request_id, priority, cache_salt, self.config.policy)
         # With a space, which no id has that came over a wire.
         wire_ids = (
