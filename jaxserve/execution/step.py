@@ -11,7 +11,10 @@ kv_len 0 and no tokens; padding tokens write to page 0, which is never handed ou
 """
 
 import dataclasses
+import functools
+import itertools
 from array import array
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -32,7 +35,8 @@ ALIGNMENT = 64
 """Of parts, in i32s."""
 
 
-def layout(shape: StepShape) -> dict[str, slice]:
+@functools.cache
+def layout(shape: StepShape) -> Mapping[str, slice]:
     """Where each part of a packed buffer lies."""
     sizes = {
         "token_ids": shape.tokens,
@@ -141,7 +145,7 @@ class Packer:
                 ids.append(TOKEN_ON_DEVICE)
         packed[: len(ids)] = ids
         query_start = packed[parts["query_start"]]
-        query_start[1 : n + 1] = np.cumsum([row.num_tokens for row in rows])
+        query_start[1 : n + 1] = list(itertools.accumulate(row.num_tokens for row in rows))
         query_start[n + 1 :] = len(ids)
         packed[parts["kv_lens"]][:n] = [row.start + row.num_tokens for row in rows]
         slots = [row.slot for row in rows]
