@@ -2,19 +2,22 @@
 them.
 
 The only file that knows bytes. A link has two ends: `EngineEnd` (plain calls, used by the loop's
-thread) and `ClientEnd` (asyncio). Two kinds of link: zmq between processes, a pair of queues within
-one. msgpack by msgspec; never pickle.
+thread) and `ClientEnd` (asyncio). Two kinds of link: a pair of sockets between processes, a pair of
+queues within one. msgpack by msgspec; never pickle.
 """
 
 import asyncio
 import contextlib
 import queue
-from collections.abc import Callable
-from typing import Any, Protocol
+import select
+import socket
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, Self, cast
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from jaxserve.observation import EngineState
 from jaxserve.types import EngineInfo, EngineStats, Request, TokenOutput
@@ -95,9 +98,14 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 ToEngine = Vocabulary | Submit | Abort | Shutdown | FlushCache | Inspect
 FromEngine = Progress | Ready | Outputs | State | Fatal | Stopped
 
-_to_engine = msgspec.msgpack.Decoder(list[ToEngine])
+
+def _decode_array(_: Any, data: bytes) -> "array[int]":
+    return array("i", data)
+
+
+_to_engine = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=_decode_array)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode
 
 
 class EngineEnd(Protocol):
@@ -202,61 +210,135 @@ class QueueClientEnd:
         self._turn.drop()
 
 
-class ZmqEngineEnd:
-    """The engine's end of a link between processes; connects to the address that the entry
-    bound."""
+LENGTH_BYTES = 8
+"""Of what stands before each message on a socket: its length."""
+RECEIVED_BYTES = 1 << 18
+"""At a time."""
+LINGER_S = 2.0
+"""How long a closing engine waits for its last words to go out."""
 
-    def __init__(self, address: str):
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 2000
-        self._socket.connect(address)
+
+def _frame(message: FromEngine | list[ToEngine]) -> bytes:
+    data = _encode(message)
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+class Frames:
+    """Takes the bytes that come over a socket apart again."""
+
+    def __init__(self):
+        self._data = bytearray()
+
+    def take(self, data: bytes) -> Iterator[bytes]:
+        """The messages that `data` completes."""
+        self._data += data
+        while len(self._data) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(self._data[:LENGTH_BYTES], "little")
+            if len(self._data) < end:
+                return
+            message = bytes(self._data[LENGTH_BYTES:end])
+            del self._data[:end]
+            yield message
+
+
+class SocketEngineEnd:
+    """The engine's end of a link between processes: one of a pair of stream sockets.
+
+    Nothing here waits for the client: what it's too slow to take goes out with later calls.
+    """
+
+    def __init__(self, end: socket.socket):
+        end.setblocking(False)
+        self._socket = end
+        self._frames = Frames()
+        self._has_ended = False
+        """The client's end is closed."""
+        self._unsent = bytearray()
+        self._sending = threading.Lock()
+        """While an engine starts, several threads tell what they do."""
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self._flush()
+            messages = self._read()
+            left_s = None if until_s is None else until_s - time.monotonic()
+            if messages or (left_s is not None and left_s <= 0):
+                return messages
+            poll = select.poll()
+            if not self._has_ended:  # which poll would tell again and again
+                poll.register(self._socket, select.POLLIN | (select.POLLOUT * bool(self._unsent)))
+            poll.poll(None if left_s is None else left_s * 1000)
+
+    def _read(self) -> list[ToEngine]:
         messages: list[ToEngine] = []
-        if self._socket.poll(None if timeout_s is None else int(timeout_s * 1000)):
+        size = RECEIVED_BYTES
+        while size == RECEIVED_BYTES and not self._has_ended:
             try:
-                while True:
-                    messages += _to_engine.decode(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                pass
+                data = self._socket.recv(RECEIVED_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                data = b""
+            self._has_ended = not data
+            size = len(data)
+            for message in self._frames.take(data):
+                messages += _to_engine.decode(message)
         return messages
 
     def send(self, message: FromEngine) -> None:
-        self._socket.send(_encode(message))
+        data = _frame(message)
+        with self._sending:
+            self._unsent += data
+        self._flush()
+
+    def _flush(self) -> None:
+        with self._sending, contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                try:
+                    del self._unsent[: self._socket.send(self._unsent)]
+                except ConnectionError:  # nobody is left to tell
+                    self._unsent.clear()
 
     def close(self) -> None:
+        self._socket.settimeout(LINGER_S)
+        with contextlib.suppress(OSError):
+            self._socket.sendall(self._unsent)
         self._socket.close()
-        self._context.term()
 
 
-class ZmqClientEnd:
-    """The entry's end of a link between processes; binds `address` (ipc://...)."""
+class SocketClientEnd(asyncio.Protocol):
+    """The entry's end of a link between processes. Made by `open`."""
 
-    def __init__(self, address: str):
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        self._socket.bind(address)
-        self._pending: set[asyncio.Future[Any]] = set()
+    def __init__(self):
+        self._frames = Frames()
+        self._inbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._turn = Turn(self._send)
+
+    @classmethod
+    async def open(cls, end: socket.socket) -> Self:
+        """Takes one of a pair of stream sockets; to be used in the loop that runs."""
+        end.setblocking(False)
+        _, opened = await asyncio.get_running_loop().create_unix_connection(cls, sock=end)
+        return opened
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.take(data):
+            self._inbox.put_nowait(message)
 
     def send(self, message: ToEngine) -> None:
         self._turn.add(message)
 
     def _send(self, messages: list[ToEngine]) -> None:
-        # With no high-water mark a send never waits; the future is kept so that an error in it is
-        # not lost.
-        future = asyncio.ensure_future(self._socket.send(_encode(messages)))
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
+        if not self._transport.is_closing():  # the engine has gone, which its exit tells
+            self._transport.write(_frame(messages))
 
     async def receive(self) -> FromEngine:
-        return _from_engine.decode(await self._socket.recv())
+        return _from_engine.decode(await self._inbox.get())
 
     def close(self) -> None:
         self._turn.drop()
-        self._socket.close(linger=0)
-        self._context.term()
+        self._transport.abort()

@@ -8,6 +8,7 @@ is the same after `resolve`, with every value decided, and is all that the engin
 import json
 import math
 import typing
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -593,7 +594,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to compute, as it travels to the engine: one prompt, one choice."""
 
     request_id: str
-    token_ids: list[int]
+    token_ids: "array[int]"
+    """Of typecode "i", which is sent, packed and looked up as the bytes that it is."""
     sampling: TokenSampling
     priority: int = 0
     """Lower runs first, under the policy `priority`."""

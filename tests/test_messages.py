@@ -1,25 +1,35 @@
 """The link between entry and engine."""
 
 import asyncio
+import socket
 import threading
+import time
+from array import array
 
 import pytest
 
 from jaxserve import messages
+from jaxserve.types import Request, TokenSampling
+
+LARGE = 3_000_000
+"""Characters: more than a socket holds, and than is read at a time."""
 
 
-@pytest.fixture(params=["queue", "zmq"])
-async def link(request, tmp_path):
+async def sockets():
+    own, other = socket.socketpair()
+    return await messages.SocketClientEnd.open(own), messages.SocketEngineEnd(other)
+
+
+@pytest.fixture(params=["queue", "sockets"])
+async def link(request):
     if request.param == "queue":
         engine = messages.QueueEngineEnd()
         client = engine.connect()
     else:
-        address = f"ipc://{tmp_path}/link"
-        client = messages.ZmqClientEnd(address)
-        engine = messages.ZmqEngineEnd(address)
+        client, engine = await sockets()
     yield client, engine
     client.close()
-    engine.close()
+    await asyncio.to_thread(engine.close)
 
 
 async def test_what_one_turn_of_the_loop_sends_comes_together_and_in_order(link):
@@ -46,3 +56,81 @@ async def test_a_closed_link_sends_nothing_more(link):
     client.close()
     await asyncio.sleep(0.01)
     assert engine.receive(0) == []
+
+
+async def test_large_messages_arrive_whole_and_in_order(link):
+    client, engine = link
+    sent = [messages.Vocabulary(letter * LARGE, [1]) for letter in "ab"]
+    told = [messages.Fatal(letter * LARGE) for letter in "cd"]
+
+    def run() -> list[messages.ToEngine]:
+        received: list[messages.ToEngine] = []
+        for message in told:
+            engine.send(message)
+        while len(received) < len(sent):
+            received += engine.receive(5.0)
+        return received
+
+    running = asyncio.ensure_future(asyncio.to_thread(run))
+    for message in sent:
+        client.send(message)
+        await asyncio.sleep(0)
+    assert [await client.receive() for _ in told] == told
+    assert await running == sent
+
+
+async def test_a_client_that_does_not_read_holds_no_engine_up(link):
+    client, engine = link
+    told = [messages.Fatal(f"{i}" * LARGE) for i in range(10)]
+    for message in told:
+        engine.send(message)  # and the client's loop is in this very thread
+    waiting = asyncio.ensure_future(asyncio.to_thread(engine.receive, 30.0))
+    assert [await client.receive() for _ in told] == told
+    client.send(messages.FlushCache())
+    assert await waiting == [messages.FlushCache()]
+
+
+async def test_threads_may_tell_at_the_same_time(link):
+    client, engine = link
+    texts = [letter * LARGE for letter in "abcd"]
+    telling = [asyncio.to_thread(engine.send, messages.Fatal(text)) for text in texts]
+    sent = asyncio.gather(*telling, asyncio.to_thread(engine.receive, 30.0))
+    received = [await client.receive() for _ in texts]
+    assert sorted(message.error for message in received) == texts
+    client.send(messages.FlushCache())
+    await sent
+
+
+async def test_the_last_words_of_an_engine_that_closes_are_heard():
+    client, engine = await sockets()
+    told = [messages.Fatal("a" * LARGE), messages.Stopped()]
+    for message in told:
+        engine.send(message)
+    closing = asyncio.ensure_future(asyncio.to_thread(engine.close))
+    assert [await client.receive() for _ in told] == told
+    await closing
+    client.send(messages.FlushCache())  # to nobody
+    await asyncio.sleep(0.01)
+    client.close()
+
+
+async def test_an_engine_whose_client_has_gone_waits_and_tells_nobody():
+    client, engine = await sockets()
+    client.close()
+    await asyncio.sleep(0.01)
+    engine.send(messages.Stopped())
+    started, worked = time.monotonic(), time.process_time()
+    assert engine.receive(0.3) == []
+    assert time.monotonic() - started >= 0.3
+    assert time.process_time() - worked < 0.2
+    engine.send(messages.Stopped())
+    engine.close()
+
+
+async def test_a_request_arrives_as_it_was_sent(link):
+    client, engine = link
+    token_ids = array("i", [0, 128255, 2**31 - 1])
+    sampling = TokenSampling(max_tokens=1, stop_token_ids=(3,))
+    request = Request(request_id="r", token_ids=token_ids, sampling=sampling)
+    client.send(messages.Submit(request))
+    assert await asyncio.to_thread(engine.receive, 5.0) == [messages.Submit(request)]

@@ -12,10 +12,8 @@ import gc
 import json
 import logging
 import os
-import pathlib
-import shutil
+import socket
 import sys
-import tempfile
 import threading
 from typing import Literal
 
@@ -36,7 +34,6 @@ class EngineHandle:
         self.client_end = client_end
         self.exited = exited
         """Exit code: 0 after a Shutdown, else the engine died."""
-        self._cleanup = contextlib.ExitStack()
         self._process: asyncio.subprocess.Process | None = None
 
     async def close(self, grace_s: float = 0.0, *, at_once: bool = False) -> None:
@@ -55,7 +52,6 @@ class EngineHandle:
                 self._process.kill()
                 await asyncio.wait([self.exited], timeout=STOP_TIMEOUT_S)
         self.client_end.close()
-        self._cleanup.close()
 
 
 async def start_engine(config: EngineConfig, process: Literal["thread", "spawn"]) -> EngineHandle:
@@ -86,21 +82,21 @@ def _start_thread(config: EngineConfig) -> EngineHandle:
 
 
 async def _start_process(config: EngineConfig) -> EngineHandle:
-    cleanup = contextlib.ExitStack()
-    folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="jaxserve-"))
-    address = f"ipc://{folder}/engine"
-    client_end = messages.ZmqClientEnd(address)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "jaxserve.engine.process",
-        stdin=asyncio.subprocess.PIPE,
-        # a terminal's Ctrl-C is for the entry process, which then stops the engine in order
-        start_new_session=True,
-    )
+    own, other = socket.socketpair()
+    client_end = await messages.SocketClientEnd.open(own)
+    with other:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "jaxserve.engine.process",
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=(other.fileno(),),
+            # a terminal's Ctrl-C is for the entry process, which then stops the engine in order
+            start_new_session=True,
+        )
+        setup = {"link": other.fileno()}
     assert process.stdin is not None
-    setup = {
-        "address": address,
+    setup |= {
         "config": dataclasses.asdict(config),
         "log_level": log.getEffectiveLevel(),
     }
@@ -109,7 +105,6 @@ async def _start_process(config: EngineConfig) -> EngineHandle:
     exited = asyncio.ensure_future(process.wait())
     handle = EngineHandle(client_end, exited)
     handle._process = process
-    handle._cleanup = cleanup
     return handle
 
 
@@ -138,14 +133,13 @@ def run_engine(config: EngineConfig, link: messages.EngineEnd, *, freeze: bool =
         return 1
 
 
-def _end_with_parent(folder: pathlib.Path) -> None:
+def _end_with_parent() -> None:
     """Ends this process when standard input closes, that is, when the process that started it has
-    gone, and removes the folder that it left behind."""
+    gone."""
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="jaxserve-parent-watch", daemon=True).start()
@@ -153,7 +147,7 @@ def _end_with_parent(folder: pathlib.Path) -> None:
 
 def main() -> int:
     setup = json.loads(sys.stdin.readline())
-    _end_with_parent(pathlib.Path(setup["address"].removeprefix("ipc://")).parent)
+    _end_with_parent()
     logging.basicConfig(
         level=setup["log_level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -162,7 +156,7 @@ def main() -> int:
     fields["mesh"] = MeshConfig(**fields["mesh"])
     config = EngineConfig(**fields)
     config.prepare_process()
-    link = messages.ZmqEngineEnd(setup["address"])
+    link = messages.SocketEngineEnd(socket.socket(fileno=setup["link"]))
     code = run_engine(config, link, freeze=True)
     link.close()
     return code

@@ -7,8 +7,9 @@ Whoever stops reading a request, however that happens, ends it in the engine too
 import asyncio
 import functools
 import logging
+import secrets
 import time
-import uuid
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, get_args
 
@@ -493,7 +494,7 @@ class Client:
         self._check_alive()
         assert self._handle is not None
         if request_id is None:
-            request_id = uuid.uuid4().hex
+            request_id = secrets.token_hex(16)
         check_options(request_id, priority, cache_salt, self.config.policy)
         # With a space, which no id has that came over a wire.
         wire_ids = (
@@ -526,10 +527,11 @@ class Client:
         if search.is_search(params):
             options = {"priority": priority, "cache_salt": cache_salt, "until": until}
             stream.search = asyncio.ensure_future(self._search(stream, sampling, options))
+        packed_ids = array("i", token_ids)
         for choice in stream.choices if stream.search is None else ():
             request = Request(
                 request_id=choice.wire_id,
-                token_ids=token_ids,
+                token_ids=packed_ids,
                 sampling=for_choice(sampling, choice_seed(params.seed, choice.index), choice.index),
                 priority=priority,
                 arrival_s=arrival_s,
@@ -780,7 +782,8 @@ class Client:
             reason = stream.choices[0].finish_reason
             assert reason is not None
             stream.observer.on_request_finish(reason, stream.usage(), stream.times())
-            request_log.info("%s", stream.log_line())
+            if request_log.isEnabledFor(logging.INFO):
+                request_log.info("%s", stream.log_line())
 
     def _break_off(self, stream: RequestStream) -> None:
         """Ends what still runs of a request, here and in the engine; its reader gets the rest."""
@@ -853,6 +856,9 @@ def _compare_vocabularies(model: TextModel, info: EngineInfo) -> None:
 
 async def _gather(coroutines: Iterable[Any]) -> list[Any]:
     """Results in order. The first error, or cancellation, cancels the rest and is raised then."""
+    coroutines = list(coroutines)
+    if len(coroutines) == 1:  # which a task of its own would only make later
+        return [await coroutines[0]]
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -4,10 +4,11 @@ Everything that a user may leave open is decided in `resolve_sampling`, so that 
 token ids and numbers only. Imports no jax.
 """
 
+import functools
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -215,14 +216,22 @@ def check_token_ids(field: str, given: Sequence[int], vocab_size: int) -> list[i
     token_ids = list(given)
     if not token_ids:
         raise InvalidRequest(field, "is empty; allowed: one token or more")
-    if set(map(type, token_ids)) != {int}:  # at once: a prompt's first token waits for this
-        for token_id in token_ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise InvalidRequest(field, f"has {token_id!r}; allowed: token ids")
-    for token_id in (min(token_ids), max(token_ids)):
+    try:
+        # at once: a prompt's first token waits for this
+        return msgspec.convert(token_ids, _token_ids_type(vocab_size))
+    except msgspec.ValidationError:
+        pass
+    for token_id in token_ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise InvalidRequest(field, f"has {token_id!r}; allowed: token ids")
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(field, f"has token id {token_id}; allowed: 0 to {vocab_size - 1}")
-    return token_ids
+    return [int(token_id) for token_id in token_ids]  # of a class that is derived from int
+
+
+@functools.cache
+def _token_ids_type(vocab_size: int) -> Any:
+    return list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

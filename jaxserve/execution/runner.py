@@ -289,11 +289,12 @@ class Runner:
         """Sends the batch's step to the device: KV written, logits of each row's last token,
         f32[rows, V]."""
         shape = self.buckets.step(batch.kind, batch.num_tokens, len(batch.rows))
+        out = self.send(shape, self._packer.pack(batch, shape), len(batch.rows))
         used = self._bucket_stats.get(shape) or BucketStats(shape.kind, shape.tokens, 0, 0)
         self._bucket_stats[shape] = BucketStats(
             shape.kind, shape.tokens, used.num_steps + 1, used.num_tokens + batch.num_tokens
         )
-        return self.send(shape, self._packer.pack(batch, shape), len(batch.rows))
+        return out
 
     def send(self, shape: StepShape, packed: np.ndarray, num_seqs: int) -> jax.Array:
         """Sends a step with its packed inputs; logits of its `num_seqs` rows, and padding."""

@@ -11,6 +11,10 @@ kv_len 0 and no tokens; padding tokens write to page 0, which is never handed ou
 """
 
 import dataclasses
+import functools
+import itertools
+from array import array
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -31,7 +35,8 @@ ALIGNMENT = 64
 """Of parts, in i32s."""
 
 
-def layout(shape: StepShape) -> dict[str, slice]:
+@functools.cache
+def layout(shape: StepShape) -> Mapping[str, slice]:
     """Where each part of a packed buffer lies."""
     sizes = {
         "token_ids": shape.tokens,
@@ -126,19 +131,21 @@ class Packer:
         rows, parts = batch.rows, layout(shape)
         packed = np.zeros(packed_size(shape), np.int32)
         S, n = shape.seqs, len(rows)
-        ids: list[int] = []
-        for row in rows:
-            if row.num_tokens > 1:
-                ids += row.sequence.token_ids[row.start : row.start + row.num_tokens]
-                if row.token_pending:
-                    ids.append(TOKEN_ON_DEVICE)
-            else:
-                ids.append(
-                    TOKEN_ON_DEVICE if row.token_pending else row.sequence.token_ids[row.start]
-                )
+        single, chunks = rows[: batch.num_decode_rows], rows[batch.num_decode_rows :]
+        ids = array(
+            "i",
+            [
+                TOKEN_ON_DEVICE if row.token_pending else row.sequence.token_ids[row.start]
+                for row in single
+            ],
+        )
+        for row in chunks:
+            ids += row.sequence.token_ids[row.start : row.start + row.num_tokens]
+            if row.token_pending:
+                ids.append(TOKEN_ON_DEVICE)
         packed[: len(ids)] = ids
         query_start = packed[parts["query_start"]]
-        query_start[1 : n + 1] = np.cumsum([row.num_tokens for row in rows])
+        query_start[1 : n + 1] = list(itertools.accumulate(row.num_tokens for row in rows))
         query_start[n + 1 :] = len(ids)
         packed[parts["kv_lens"]][:n] = [row.start + row.num_tokens for row in rows]
         slots = [row.slot for row in rows]

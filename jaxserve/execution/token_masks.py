@@ -45,11 +45,11 @@ class BadWords:
     def __init__(self, words: Iterable[Sequence[int]]):
         self.single = [word[0] for word in words if len(word) == 1]
         """Forbidden everywhere."""
-        self._by_tail: dict[int, list[tuple[list[int], int]]] = collections.defaultdict(list)
+        self._by_tail: dict[int, list[tuple[tuple[int, ...], int]]] = collections.defaultdict(list)
         """The last token but one of each longer run, to (all but the last, the last)."""
         for word in words:
             if len(word) > 1:
-                self._by_tail[word[-2]].append((list(word[:-1]), word[-1]))
+                self._by_tail[word[-2]].append((tuple(word[:-1]), word[-1]))
 
     def forbidden(self, token_ids: Sequence[int], start: int) -> list[int]:
         """Tokens that would complete a run of two or more; the output begins at `start`."""
@@ -58,7 +58,7 @@ class BadWords:
         return [
             last
             for prefix, last in self._by_tail.get(token_ids[-1], ())
-            if len(prefix) <= len(token_ids) - start and token_ids[-len(prefix) :] == prefix
+            if len(prefix) <= len(token_ids) - start and tuple(token_ids[-len(prefix) :]) == prefix
         ]
 
 

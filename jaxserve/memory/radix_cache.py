@@ -24,6 +24,7 @@ from jaxserve.observation import PrefixNode
 
 Node = tuple | int
 """A root or a page."""
+TOKEN_BYTES = array("i").itemsize
 
 
 class RadixCache:
@@ -69,23 +70,34 @@ class RadixCache:
             above = page
         return pages
 
-    def insert(self, above: Node, token_ids: Sequence[int], page: int) -> int:
-        """Adds `page`, the KV of `token_ids`, below `above`, a root or a page in the tree.
+    def insert(
+        self, above: Node, token_ids: Sequence[int], pages: Sequence[int]
+    ) -> tuple[int, int | None]:
+        """Adds `pages`, the KV of `token_ids`, one below the other and the first below `above`, a
+        root or a page in the tree; up to the first whose content the tree has in another page.
 
-        Returns the page that the tree has there now: `page`, which its holder thereby has locked,
-        or the one with the same content that was there before; then nothing has changed.
+        Returns how many were added, which their holder thereby has locked, and that other page,
+        not locked.
         """
-        assert len(token_ids) == self.page_size, f"{len(token_ids)} tokens are not a whole page"
-        key = (above, _key(token_ids))
-        existing = self.nodes.setdefault(key, page)
-        if existing == page:
+        data, size = _key(token_ids), self.page_size * TOKEN_BYTES
+        assert len(data) == len(pages) * size, (
+            f"{len(token_ids)} tokens are not {len(pages)} whole pages"
+        )
+        added, existing = 0, None
+        for page in pages:
+            key = (above, data[added * size : (added + 1) * size])
+            existing = self.nodes.setdefault(key, page)
+            if existing != page:
+                break
             assert self.keys[page] is None, f"page {page} is in the tree already"
             self.keys[page] = key
             self.hits[page] = 0
-            self.pool.retain((page,))
             if isinstance(above, int):
                 self.num_children[above] += 1
-        return existing
+            above = page
+            added += 1
+        self.pool.retain(pages[:added])
+        return added, existing if added < len(pages) else None
 
     def lock(self, pages: Sequence[int]) -> None:
         """Keeps `pages`, a path from a root or the next page of one, from being evicted."""

@@ -457,18 +457,21 @@ class Scheduler:
         `write_start` on), that is left to the next, so that no row writes what others read.
         """
         size, pages, token_ids = self.config.page_size, sequence.pages, sequence.token_ids
-        for index in range(sequence.num_shared, min(end, len(token_ids)) // size):
-            first, last = index * size, (index + 1) * size
-            page = self.cache.insert(sequence.prefix_node, token_ids[first:last], pages[index])
-            if page != pages[index]:
-                if last > write_start:
+        last = min(end, len(token_ids)) // size
+        while (first := sequence.num_shared) < last:
+            added, page = self.cache.insert(
+                sequence.prefix_node, token_ids[first * size : last * size], pages[first:last]
+            )
+            index = sequence.num_shared = first + added
+            if page is not None:
+                if (index + 1) * size > write_start:
                     break
                 self.cache.lock((page,))
                 self.pool.release((pages[index],))
                 pages[index] = page
                 sequence.num_told = min(sequence.num_told, index)
-            sequence.num_shared = index + 1
-            sequence.share_at = last + size
+                sequence.num_shared += 1
+        sequence.share_at = (sequence.num_shared + 1) * size
 
     def _preempt(self, sequence: Sequence) -> None:
         """Puts a running sequence back to the front of the line; its pages stay in the tree."""

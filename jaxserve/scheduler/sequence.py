@@ -10,6 +10,7 @@ catching up.
 """
 
 import dataclasses
+from array import array
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -39,7 +40,7 @@ class Sequence:
     """A request's state, from `Scheduler.add` until it finishes. The scheduler alone changes it."""
 
     request: Request
-    token_ids: list[int]
+    token_ids: "array[int]"
     """Known tokens: the prompt, then those committed."""
     num_prompt: int
     max_total: int
@@ -87,7 +88,7 @@ class Sequence:
         sampling = request.sampling
         return cls(
             request=request,
-            token_ids=list(request.token_ids),
+            token_ids=array("i", request.token_ids),
             num_prompt=num_prompt,
             max_total=num_prompt + sampling.max_tokens,
             num_scored=sampling.prompt_logprobs_start,

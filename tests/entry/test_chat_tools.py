@@ -81,7 +81,7 @@ async def test_parallel_calls_whole():
         assert (second.function.name, second.function.arguments) == ("get_time", "{}")
         assert first.id.startswith("call_")
         assert first.id != second.id
-        prompt = bytes(served.engine.requests[-1].token_ids)
+        prompt = bytes(list(served.engine.requests[-1].token_ids))
         text = byte_tokenizer().decode(list(prompt))
         assert text == "[get_weather][get_time]<user>Weather?\n<assistant>"
 

@@ -294,7 +294,7 @@ async def test_over_http():
         assert len(answer["choices"]) == 1
         assert answer["usage"]["completion_tokens"] == 6
         await ask(prompt="abcd", truncate_prompt_tokens=2)
-        assert served.engine.requests[-1].token_ids == byte_tokenizer().encode("cd", False)
+        assert list(served.engine.requests[-1].token_ids) == byte_tokenizer().encode("cd", False)
 
         stream_options = {"include_usage": True, "continuous_usage_stats": True}
         lines = (await ask(max_tokens=4, stream=True, stream_options=stream_options)).text

@@ -304,7 +304,7 @@ def test_the_command_is_quick_and_imports_nothing_heavy():
     assert (result.returncode, result.stdout) == (0, "jaxserve, version 0.1.0\n")
     code = (
         "import sys, jaxserve.entry.cli\n"
-        "heavy = {'jax', 'numpy', 'fastapi', 'grpc', 'uvicorn', 'tokenizers', 'rich', 'zmq'}\n"
+        "heavy = {'jax', 'numpy', 'fastapi', 'grpc', 'uvicorn', 'tokenizers', 'rich', 'uvloop'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import enum
 import logging
+from array import array
 
 import pytest
 
@@ -269,6 +271,7 @@ async def test_open_parameters_are_the_models_then_openais(fake_engine, byte_lev
         ([1, "a"], {}, InvalidRequest, "prompt"),
         ([True], {}, InvalidRequest, "prompt"),
         ([1.5], {}, InvalidRequest, "prompt"),
+        ([1, 2**70], {}, InvalidRequest, "prompt"),
         ("a\ud800", {}, InvalidRequest, "prompt"),
         ([1] * 200, {}, ContextExceeded, "prompt"),
         ([1] * 199, {"max_tokens": 2}, ContextExceeded, "max_tokens"),
@@ -289,6 +292,16 @@ async def test_what_cannot_be_served_is_refused_before_the_engine(
             await client.generate(["fine", prompt], SamplingParams(**params))
         assert (await client.generate("still fine"))[0].text == engine.answer
     assert len(engine.requests) == 1
+
+
+async def test_token_ids_come_in_any_sequence_of_integers(fake_engine, byte_level):
+    Id = enum.IntEnum("Id", ["ONE", "TWO"])
+    engine = fake_engine(byte_level)
+    async with connected(engine) as client:
+        for prompt in ([1, 2], (1, 2), range(1, 3), array("q", [1, 2]), [Id.ONE, Id.TWO]):
+            result = (await client.generate([prompt]))[0]
+            assert list(map(type, result.prompt_token_ids)) == [int, int]
+    assert [list(request.token_ids) for request in engine.requests] == [[1, 2]] * 5
 
 
 async def test_exactly_the_context_fits(fake_engine, byte_level):

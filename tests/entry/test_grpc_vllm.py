@@ -175,7 +175,7 @@ async def test_what_is_asked_for_reaches_the_engine(stub, served: Served):
     await ask(stub, sampling_params=sampling)
     request = served.engine.requests[-1]
     given = request.sampling
-    assert request.token_ids == [98, 99]
+    assert list(request.token_ids) == [98, 99]
     # As the decimals that were meant, not as their float32 neighbours.
     assert (given.temperature, given.top_p, given.top_k, given.min_p) == (0.7, 0.9, 5, 0.01)
     penalties = (given.frequency_penalty, given.presence_penalty, given.repetition_penalty)

@@ -134,7 +134,7 @@ async def test_completion_of_each_form_of_prompt(client: openai.AsyncOpenAI, ser
         assert {choice.text for choice in answer.choices} == {first(16)}
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 16 * 2 * count
-    assert [r.token_ids for r in served.engine.requests[-4:]] == [[5, 6], [5, 6], [7], [7]]
+    assert [list(r.token_ids) for r in served.engine.requests[-4:]] == [[5, 6], [5, 6], [7], [7]]
 
 
 async def test_completion_streams_several_prompts(client: openai.AsyncOpenAI):
@@ -270,7 +270,7 @@ async def test_content_parts_and_developer_role(client: openai.AsyncOpenAI, serv
             "b"}]},
         ],
     )  # fmt: skip
-    text = bytes(await _decode(served, served.engine.requests[-1].token_ids)).decode()
+    text = bytes(await _decode(served, list(served.engine.requests[-1].token_ids))).decode()
     assert text == "<system>Be brief\n<user>a\nb\n<assistant>"
 
 

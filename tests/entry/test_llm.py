@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -122,22 +123,21 @@ def test_stream_that_is_left_aborts(fake_engine, byte_level, connect, how):
     assert engine.aborted == [engine.requests[0].request_id]
 
 
-def test_interrupted_call_aborts(fake_engine, byte_level, connect, monkeypatch):
-    import concurrent.futures
-
+def test_interrupted_call_aborts(fake_engine, byte_level, connect):
     engine = fake_engine(byte_level, script=endless)
     llm = connect(engine)
-    wait = concurrent.futures.Future.result
 
-    def interrupted(future, timeout=None):
-        eventually(lambda: engine.requests)
-        raise KeyboardInterrupt
+    def interrupt():
+        eventually(lambda: len(engine.requests) == 2)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    monkeypatch.setattr(concurrent.futures.Future, "result", interrupted)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["x", "y"])
-    monkeypatch.setattr(concurrent.futures.Future, "result", wait)
-    eventually(lambda: len(engine.aborted) == len(engine.requests))
+    thread.join()
+    eventually(lambda: len(engine.aborted) == 2)
+    assert len(llm.tokenize("x")) == 1
 
 
 def test_abort_from_another_thread(fake_engine, byte_level, connect):

@@ -37,7 +37,7 @@ async def test_one_text():
         assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 5)
         assert meta["cached_tokens"] == 2
         assert meta["e2e_latency"] > 0
-        assert served.engine.requests[-1].token_ids == byte_tokenizer().encode("abc", False)
+        assert list(served.engine.requests[-1].token_ids) == byte_tokenizer().encode("abc", False)
         await http.post("/generate", json={"text": "abc"})
         assert served.engine.requests[-1].sampling.max_tokens == 128
         await http.post("/generate", json={"text": "a" * 200})  # the context has room for 56
@@ -215,18 +215,18 @@ async def test_scores(shared):
     assert (answer["object"], answer["model"]) == ("scoring", "tiny")
     assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
     asked = served.engine.requests[-2:]
-    assert [r.token_ids for r in asked] == [encode("abc", False), encode("abde", False)]
+    assert [list(r.token_ids) for r in asked] == [encode("abc", False), encode("abde", False)]
     assert asked[0].sampling.token_ids_logprob == (7, 5)
     body |= {"apply_softmax": True, "item_first": True, "model": "tiny"}
     answer = (await http.post("/v1/score", json=body)).json()
     assert answer["scores"] == [pytest.approx([p / sum(row) for p in row])] * 2
-    assert served.engine.requests[-1].token_ids == encode("deab", False)
+    assert list(served.engine.requests[-1].token_ids) == encode("deab", False)
     body = {"query": [1, 2], "items": [[3], [4, 5]], "label_token_ids": [7]}
     assert (await http.post("/v1/score", json=body)).json()["scores"] == [[row[0]]] * 2
-    assert [r.token_ids for r in served.engine.requests[-2:]] == [[1, 2, 3], [1, 2, 4, 5]]
+    assert [list(r.token_ids) for r in served.engine.requests[-2:]] == [[1, 2, 3], [1, 2, 4, 5]]
     body = {"query": "a", "items": "bc", "label_token_ids": [7]}
     assert (await http.post("/v1/score", json=body)).json()["scores"] == [[row[0]]]
-    assert served.engine.requests[-1].token_ids == encode("abc", False)
+    assert list(served.engine.requests[-1].token_ids) == encode("abc", False)
 
 
 @pytest.mark.parametrize(

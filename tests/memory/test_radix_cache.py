@@ -17,15 +17,19 @@ def make_cache(num_pages: int = 20) -> RadixCache:
 
 def insert(cache: RadixCache, token_ids: list[int], root: tuple = ROOT) -> list[int]:
     """Caches `token_ids` as a sequence that computed them would; returns the pages, locked."""
-    above, path = root, []
-    for begin in range(0, len(token_ids), SIZE):
-        (page,) = cache.pool.allocate(1)
-        kept = cache.insert(above, token_ids[begin : begin + SIZE], page)
-        if kept != page:
-            cache.lock([kept])
-            cache.pool.release([page])
-        path.append(kept)
-        above = kept
+    path = cache.pool.allocate(-(-len(token_ids) // SIZE))
+    done = 0
+    while done < len(path):
+        above = path[done - 1] if done else root
+        added, other = cache.insert(above, token_ids[done * SIZE :], path[done:])
+        done += added
+        if other is None:
+            assert done == len(path)
+            break
+        cache.lock([other])
+        cache.pool.release([path[done]])
+        path[done] = other
+        done += 1
     return path
 
 
@@ -63,9 +67,23 @@ def test_insert_returns_the_page_that_was_there_before():
     cache.pool.check(path * 3)
 
 
+def test_insert_adds_a_path_up_to_the_first_page_that_the_tree_has():
+    cache = make_cache()
+    pages = cache.pool.allocate(3)
+    assert cache.insert(ROOT, [1, 2, 3, 4, 5, 6], pages) == (3, None)
+    others = cache.pool.allocate(4)
+    assert cache.insert(ROOT, [1, 2, 9, 9], others[:2]) == (0, pages[0])
+    assert cache.insert(pages[0], [9, 9, 8, 8], others[1:3]) == (2, None)
+    assert cache.insert(pages[2], [], []) == (0, None)
+    assert len(cache) == 5
+    cache.check()
+    cache.pool.check([*pages * 2, *others[1:3] * 2, others[0], others[3]])
+    assert cache.match(ROOT, [1, 2, 9, 9, 8, 8, 0]) == [pages[0], *others[1:3]]
+
+
 def test_insert_refuses_half_a_page():
     cache = make_cache()
-    with pytest.raises(AssertionError, match="not a whole page"):
+    with pytest.raises(AssertionError, match="3 tokens are not 2 whole pages"):
         insert(cache, [1, 2, 3])
 
 
@@ -162,7 +180,8 @@ def test_behaves_like_a_plain_tree(seed, num_pages):
                 continue
             for prefix in prefixes(tokens)[len(matched) :]:
                 (page,) = cache.pool.allocate(1)
-                assert cache.insert(matched[-1] if matched else ROOT, prefix[-SIZE:], page) == page
+                above = matched[-1] if matched else ROOT
+                assert cache.insert(above, prefix[-SIZE:], [page]) == (1, None)
                 matched.append(page)
                 pages[prefix], used[prefix] = page, -1
             users[-1] = (tokens, matched)
@@ -184,11 +203,8 @@ def test_most_hit_pages_come_with_those_above_them():
     cache = RadixCache(pool, 2)
     paths = {}
     for name, length in (("a", 4), ("b", 3), ("c", 2)):
-        pages, above = pool.allocate(length), (name,)
-        for i, page in enumerate(pages):
-            cache.insert(above, [i, i], page)
-            above = page
-        paths[name] = pages
+        paths[name] = pool.allocate(length)
+        cache.insert((name,), [i // 2 for i in range(2 * length)], paths[name])
     for name, hits in (("a", 1), ("b", 5)):
         for _ in range(hits):
             cache.count_hit(paths[name])
@@ -208,7 +224,7 @@ def test_an_evicted_page_has_no_hits_left():
     cache = RadixCache(pool, 2)
     for hits in (3, 0):
         [page] = pool.allocate(1)
-        assert cache.insert(("r",), [7, 7], page) == page
+        assert cache.insert(("r",), [7, 7], [page]) == (1, None)
         for _ in range(hits):
             cache.count_hit([page])
         cache.unlock([page])

@@ -124,7 +124,7 @@ def test_overlapped_step_uses_the_token_that_is_still_on_the_device():
     scheduler.commit(second, [TOKEN])
     (last,) = scheduler.commit(third, [TOKEN])
     assert last.finish_reason == "length"
-    assert sequence.token_ids[5:] == [TOKEN] * 3
+    assert list(sequence.token_ids[5:]) == [TOKEN] * 3
 
 
 def schedule_nothing(scheduler: Scheduler) -> bool:
@@ -168,7 +168,7 @@ def test_stop_token_ends_a_sequence_and_the_token_in_flight_is_dropped():
     assert (committed.tokens, committed.finish_reason) == ([9], "stop")
     assert not scheduler.has_work
     assert scheduler.commit(second, [TOKEN]) == []
-    assert sequence.token_ids[5:] == [9]
+    assert list(sequence.token_ids[5:]) == [9]
     scheduler.check()
 
 
@@ -298,7 +298,7 @@ def test_a_page_whose_last_token_a_grammar_replaced_is_not_shared():
     assert (second.rows[0].start, second.rows[0].token_pending) == (15, True)
     scheduler.commit(first, [TOKEN])
     scheduler.commit(second, [TOKEN])
-    assert sequence.token_ids[15:] == [TOKEN + 1, TOKEN]
+    assert list(sequence.token_ids[15:]) == [TOKEN + 1, TOKEN]
     late = scheduler.add(make_request(sequence.token_ids))
     run_step(scheduler)  # which computes the page: the step in flight had another token there
     assert (late.num_cached, late.num_computed) == (0, 17)
@@ -556,7 +556,7 @@ def test_longest_output_admits_the_most_tokens_first_then_by_arrival():
 def test_longest_output_keeps_preempted_ones_in_front_by_what_they_have_left():
     def make_sequence(max_tokens: int, num_generated: int = 0, num_preemptions: int = 0):
         sequence = Sequence.of(make_request(20, max_tokens))
-        sequence.token_ids += [TOKEN] * num_generated
+        sequence.token_ids.extend([TOKEN] * num_generated)
         sequence.num_preemptions = num_preemptions
         return sequence
 
