@@ -37,14 +37,15 @@ def rope_tables(
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """Cosines and sines for a step's tokens, float32: made once, used by every layer."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freqs, jnp.float32)
-    # Without the barrier XLA computes them again in every layer, for each head.
-    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(
     x: Float[Array, "T *heads H"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
 ) -> Float[Array, "T *heads H"]:
     """Turns each head of each token by its position; in float32 inside."""
+    # Without the barrier XLA computes them again in every layer, for each head.
+    cos, sin = jax.lax.optimization_barrier((cos, sin))
     heads = range(1, x.ndim - 1)
     cos, sin = jnp.expand_dims(cos, tuple(heads)), jnp.expand_dims(sin, tuple(heads))
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -48,7 +48,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.early_launch import allow_next, wait_for_inputs
 from pallas_kernels.paged_attention import gpu_merge, reference
 from pallas_kernels.paged_attention.gpu_merge import TILED, padded_width
-from pallas_kernels.paged_attention.gpu_plan import BLOCK, make_plan
+from pallas_kernels.paged_attention.gpu_plan import BLOCK, Column, first_block, make_plan
 from pallas_kernels.paged_attention.meta import AttentionSpec
 
 plgpu: Any = mosaic_gpu  # whose annotations call its transforms abstract and its ACC private
@@ -148,7 +148,8 @@ def attend_rows(
     reads_early: bool = False,
     interpret: Any = None,
 ) -> Float[Array, "T N H"]:
-    """T / S queries a row, its sequence's newest tokens. Zeros for rows of length 0."""
+    """T / S queries a row, its sequence's newest tokens. Zeros for rows of length 0, which come
+    last."""
     num_kv_heads = kv_pages.shape[2] // 2
     out = _attend(
         q,
@@ -180,7 +181,7 @@ def early_inputs(
     tiles, _ = query_tiles(spec.group * spec.queries_per_row)
     heads, window = spec.num_kv_heads * tiles, spec.sliding_window
     plan = make_plan(kv_lens, heads, window, config.workers, spec.queries_per_row)
-    return page_table, *plan
+    return page_table, kv_lens, plan
 
 
 def in_place(spec: AttentionSpec, *, interpreted: bool = False) -> bool:
@@ -249,7 +250,7 @@ def _attend(
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, stored - used), (0, width - head_dim)))
     queries = queries.reshape(num_rows, heads, stored // tiles, width)
     kv_pages = kv_pages.reshape(-1, page_size, num_kv_heads, 2 * head_dim)
-    inputs = [queries, kv_pages, page_table, *plan]
+    inputs = [queries, kv_pages, page_table, kv_lens, plan]
     out_rows = num_rows
     if place is not None:
         out_rows, padding_from = place
@@ -307,7 +308,7 @@ def _attend(
             name="paged_decode_merge",
             **options,
         )
-        merge(*parts, plan.splits)
+        merge(*parts, plan)
         out = jax.freeze(out_ref)
     return out[..., width - head_dim :]
 
@@ -339,11 +340,8 @@ def _worker(
     queries_ref,
     kv_ref,
     page_table_ref,
-    rows_ref,
     lens_ref,
-    first_ref,
-    work_ref,
-    splits_ref,
+    plan_ref,
     *rest_refs,
     queries_smem,
     k_smem,
@@ -386,11 +384,11 @@ def _worker(
     own = (x.at[pair] for x in (weights_smem, out_smem, word_smem, reduce_smem))
     weights_smem, out_smem, word_smem, reduce_smem = own
     over_tokens = functools.partial(_over_tokens, smem=reduce_smem, interpret=interpret)
-    num_places = lens_ref.shape[0]
+    num_rows = lens_ref.shape[0]
     width = v_smem.shape[-1]
 
-    def read_work(*columns):
-        return [work_ref[worker, i] for i in columns]
+    def read_plan(column):
+        return plan_ref[worker, column]
 
     def slot_of(i, size):
         """Of this pair's `size`, the one whose turn it is at `i`."""
@@ -398,15 +396,18 @@ def _worker(
 
     def todo_of(block, done, length):
         """Blocks of a segment."""
-        return jnp.minimum(pl.cdiv(length, BLOCK) - block, read_work(3)[0] - done)
+        return jnp.minimum(pl.cdiv(length, BLOCK) - block, read_plan(Column.COUNT) - done)
 
-    def next_of(place, head):
-        """Where the next segment starts: place, head, block."""
+    def next_of(row, head):
+        """Where the next segment starts: row, head, block; and the row's length."""
         wraps = head + 1 == num_heads
-        next_place = jnp.where(wraps, jnp.minimum(place + 1, num_places - 1), place)
-        return next_place, jnp.where(wraps, 0, head + 1), first_ref[next_place]
+        row = jnp.where(wraps, jnp.minimum(row + 1, num_rows - 1), row)
+        length = lens_ref[row]
+        block = first_block(length, sliding_window, queries_per_row)
+        return row, jnp.where(wraps, 0, head + 1), block, length
 
-    [segments] = read_work(4)
+    start = [read_plan(c) for c in (Column.ROW, Column.HEAD, Column.BLOCK, Column.LENGTH)]
+    segments = read_plan(Column.TASKS)
     compute_registers, copy_registers = REGISTERS[config.pairs]
 
     @pl.when(warpgroup >= config.pairs)
@@ -465,7 +466,7 @@ def _worker(
             return next_pages
 
         def segment(j, state):
-            place, head, block, done, row, length = state
+            row, head, block, length, done = state
             todo = todo_of(block, done, length)
             buffer = slot_of(j, config.query_buffers)
 
@@ -479,10 +480,9 @@ def _worker(
                 queries_full.at[buffer],
             )
             load_blocks(jnp.where(j == 0, early, 0), todo, head, block, done, row, length)
-            place, head, block = next_of(place, head)
-            return place, head, block, done + todo, rows_ref[place], lens_ref[place]
+            return *next_of(row, head), done + todo
 
-        place, head, block, row, length = read_work(0, 1, 2, 7, 8)
+        row, head, block, length = start
         early = jnp.int32(0)
         if reads_early:
             # Of the first segment what fits the ring, but for blocks with new tokens.
@@ -491,10 +491,9 @@ def _worker(
             early = jnp.where(segments > 0, jnp.clip(older, 0, room), 0)
             load_blocks(0, early, head, block, 0, row, length)
             wait_for_inputs(interpret)
-        start = place, head, block, jnp.int32(0), row, length
-        lax.fori_loop(0, segments, segment, start)
+        lax.fori_loop(0, segments, segment, (*start, jnp.int32(0)))
 
-        [count] = read_work(3)
+        count = read_plan(Column.COUNT)
 
         # Leave only when all that was sent has been consumed.
         def drain(i, _):
@@ -521,7 +520,7 @@ def _worker(
         if has_place:
             live, end = padding_ref[0][0], out_ref.shape[0]
         else:
-            [live], end = read_work(5), num_places
+            live, end = read_plan(Column.LIVE_ROWS), num_rows
         empty = (end - live) * num_heads
         todo_empty = lax.div(empty - worker + config.workers - 1, jnp.int32(config.workers))
 
@@ -532,8 +531,6 @@ def _worker(
             def clear(i, _):
                 task = worker + i * config.workers
                 row = live + lax.div(task, jnp.int32(num_heads))
-                if not has_place:
-                    row = rows_ref[row]
                 head = lax.rem(task, jnp.int32(num_heads))
                 plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, head, pl.ds(0, columns)])
                 return ()
@@ -542,11 +539,10 @@ def _worker(
 
         def is_begun(j):
             """Whether another worker began the task of a segment; read anew, to save a register."""
-            return (read_work(6)[0] != worker) & (j == 0)
+            return (read_plan(Column.STARTER) != worker) & (j == 0)
 
         def segment(j, state):
-            place, head, block, done = state
-            row, length = rows_ref[place], lens_ref[place]
+            row, head, block, length, done = state
             todo = todo_of(block, done, length)
             buffer = slot_of(j, config.query_buffers)
             plgpu.barrier_wait(queries_full.at[buffer])
@@ -645,25 +641,24 @@ def _worker(
                 part_lse_ref[slot] = top + jnp.log2(total)
                 if not merge_inside:
                     return
-                starter = jnp.where(begun, read_work(6)[0], worker)
+                starter = jnp.where(begun, read_plan(Column.STARTER), worker)
                 last = gpu_merge.arrive_last(
-                    splits_ref.at[starter, pl.ds(3, 1)],
+                    plan_ref.at[starter, pl.ds(Column.WRITTEN, 1)],
                     word_smem,
-                    splits_ref[starter, 2],
+                    plan_ref[starter, Column.PARTS],
                 )
 
                 @pl.when(last)
                 def _():
                     def merge(tile, _):
-                        refs = part_ref, part_lse_ref, splits_ref, out_ref, out_smem
+                        refs = part_ref, part_lse_ref, plan_ref, out_ref, out_smem
                         gpu_merge.merge(starter, tile, *refs)
                         return ()
 
                     lax.fori_loop(0, columns // gpu_merge.TILE, merge, ())
 
-            return *next_of(place, head), done + todo
+            return *next_of(row, head), done + todo
 
-        start = read_work(0, 1, 2)
         lax.fori_loop(0, segments, segment, (*start, jnp.int32(0)))
         allow_next(interpret)  # not before: its first reads would hold up the ones above
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -21,6 +21,7 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.gpu_plan import Column
 
 plgpu: Any = mosaic_gpu
 mgpu: Any = mosaic
@@ -42,25 +43,26 @@ def write_columns(out, smem) -> None:
     plgpu.commit_smem()
 
 
-def merge_kernel(part_ref, lse_ref, splits_ref, out_ref):
+def merge_kernel(part_ref, lse_ref, plan_ref, out_ref):
     """A kernel that merges TILE queries of the task that each worker began and others went on
     with."""
     worker, tile = lax.axis_index("worker"), lax.axis_index("tile")
 
     def scoped(out_smem):
-        pl.when(splits_ref[worker, 2] > 0)(
-            lambda: merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem)
+        pl.when(plan_ref[worker, Column.PARTS] > 0)(
+            lambda: merge(worker, tile, part_ref, lse_ref, plan_ref, out_ref, out_smem)
         )
 
     _, width, columns = part_ref.shape
     pl.run_scoped(scoped, plgpu.SMEM((columns, width), out_ref.dtype, transforms=TILED))
 
 
-def merge(worker, tile, part_ref, lse_ref, splits_ref, out_ref, out_smem):
+def merge(worker, tile, part_ref, lse_ref, plan_ref, out_ref, out_smem):
     """Weighs TILE queries of the parts of the task that `worker` began, and writes them."""
     _, width, _ = part_ref.shape
     queries = pl.ds(tile * TILE, TILE)
-    row, head, parts = (splits_ref[worker, i] for i in range(3))
+    split = Column.SPLIT_ROW, Column.SPLIT_HEAD, Column.PARTS
+    row, head, parts = (plan_ref[worker, column] for column in split)
     at_once = max(1, ELEMENTS_AT_ONCE // (width * TILE))
     load = functools.partial(plgpu.load, optimized=False)
 

@@ -22,7 +22,7 @@ from pallas_kernels.paged_attention import (
     write_kv,
 )
 from pallas_kernels.paged_attention.cases import Case, make_inputs
-from pallas_kernels.paged_attention.gpu_plan import BLOCK, make_plan
+from pallas_kernels.paged_attention.gpu_plan import BLOCK, Column, make_plan
 
 SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
 
@@ -159,8 +159,8 @@ def test_mixed_step_agrees_with_the_reference(monkeypatch):
 @given(
     st.sampled_from([1, 12]).flatmap(  # few sizes: each is compiled anew
         lambda n: st.sampled_from([384, 3000]).flatmap(
-            lambda most: st.lists(
-                st.one_of(st.just(0), st.integers(1, most)), min_size=n, max_size=n
+            lambda most: st.lists(st.integers(1, most), max_size=n).map(
+                lambda lens: lens + [0] * (n - len(lens))
             )
         )
     ),
@@ -171,56 +171,49 @@ def test_mixed_step_agrees_with_the_reference(monkeypatch):
 )
 def test_plan_covers_every_block_once(lens, num_kv_heads, window, workers, queries_per_row):
     plan = make_plan(jnp.asarray(lens, jnp.int32), num_kv_heads, window, workers, queries_per_row)
-    plan = jax.tree.map(np.asarray, plan)
+    plan = np.asarray(plan)
     live = sum(n > 0 for n in lens)
-    assert sorted(plan.rows) == list(range(len(lens)))
-    assert [n > 0 for n in plan.lens] == [place < live for place in range(len(lens))]
+    first_blocks = [max(0, n - (queries_per_row - 1) - (window or n)) // BLOCK for n in lens]
     done = []
     doers = {}  # of a task: workers, in order
     starters = {}  # of a worker's first task
-    for worker, (place, head, block, count, segments, num_live, *first) in enumerate(plan.work):
-        assert num_live == live
-        starters[worker] = (first[0], segments and (first[1], head))
-        assert first[1:] == [plan.rows[place], plan.lens[place]]
-        for _ in range(segments):
-            length = plan.lens[place]
-            todo = min(-(-length // BLOCK) - block, count)
+    merged = {}
+    for worker, line in enumerate(plan.tolist()):
+        row, head, block, length, count, tasks, starter, live_rows, *split = line
+        assert live_rows == live
+        assert length == lens[row]
+        starters[worker] = (starter, tasks and (row, head))
+        for _ in range(tasks):
+            todo = min(-(-lens[row] // BLOCK) - block, count)
             assert todo > 0
-            row = plan.rows[place]
             done += [(row, head, block + i) for i in range(todo)]
             doers.setdefault((row, head), []).append(worker)
             count -= todo
             head += 1
             if head == num_kv_heads:
-                place, head = min(place + 1, len(lens) - 1), 0
-            block = plan.first_block[place]
+                row, head = min(row + 1, len(lens) - 1), 0
+            block = first_blocks[row]
         assert count == 0
+        row, head, parts, written = split
+        assert written == 0
+        if parts:
+            merged[row, head] = list(range(worker, worker + parts))
     expected = [
         (row, head, block)
         for row, n in enumerate(lens)
         for head in range(num_kv_heads)
-        for block in range(
-            max(0, n - (queries_per_row - 1) - (window or n)) // BLOCK, -(-n // BLOCK)
-        )
+        for block in range(first_blocks[row], -(-n // BLOCK))
     ]
     assert sorted(done) == expected
-    split = {task: at for task, at in doers.items() if len(at) > 1}
-    assert all(at == list(range(at[0], at[-1] + 1)) for at in split.values())
-    assert not plan.splits[:, 3].any()
+    assert merged == {task: at for task, at in doers.items() if len(at) > 1}
     assert all(task == 0 or doers[task][0] == first for first, task in starters.values())
-    merged = {
-        (row, head): list(range(worker, worker + parts))
-        for worker, (row, head, parts, _) in enumerate(plan.splits)
-        if parts
-    }
-    assert merged == split
 
 
 @pytest.mark.parametrize(
     ("lens", "blocks", "workers"),
     [
         ([264] * 8, [5] * 64, 264),  # each task has a worker of its own
-        ([300, 0, 10, 384, 64, 65], [5] * 8 + [1] * 8 + [6] * 8 + [1] * 8 + [2] * 8, 264),
+        ([300, 10, 384, 64, 65, 0], [5] * 8 + [1] * 8 + [6] * 8 + [1] * 8 + [2] * 8, 264),
         ([264] * 4, [1] * 160, 264),  # tasks of an eighth of the workers or fewer are in parts
         ([264] * 8, [6] * 53 + [2], 56),  # so are those of more tasks than workers
         ([385] * 8, [2] * 224, 264),  # and long ones
@@ -228,7 +221,7 @@ def test_plan_covers_every_block_once(lens, num_kv_heads, window, workers, queri
 )
 def test_short_tasks_are_not_cut(lens, blocks, workers):
     plan = make_plan(jnp.asarray(lens, jnp.int32), 8, None, workers)
-    assert [n for n in plan.work[:, 3].tolist() if n] == blocks
+    assert [n for n in plan[:, Column.COUNT].tolist() if n] == blocks
 
 
 def test_unsupported_cases_are_named():
