@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import uvloop
-
 from jaxserve.types import EngineDead
 
 CLOSED = "this engine was closed"
@@ -53,7 +51,7 @@ class LoopThread:
     """An asyncio loop in a thread of its own."""
 
     def __init__(self):
-        self.loop = uvloop.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
         self._stopping = False
         # A daemon, since the program's end ends it: see `LLM`'s finalizer, which runs after threads
