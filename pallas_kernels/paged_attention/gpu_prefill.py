@@ -1,8 +1,8 @@
 """Chunks of queries against paged keys and values on a Hopper GPU (Pallas, Mosaic GPU).
 
 A call must do 4 N H floating-point operations for each pair of a query and a key that it sees. On
-an H200 (JAX 0.11.2, 2026-11-30, 32 heads over 8, width 128, page 16) it does 517 TFLOP/s of the 780
-of a large matrix product for 8,192 causal tokens, 518 for 2,048 tokens after 8,192 cached ones.
+an H200 (JAX 0.11.2, 2026-12-01, 32 heads over 8, width 128, page 16) it does 512 TFLOP/s of the 780
+of a large matrix product for 8,192 causal tokens, 510 for 2,048 tokens after 8,192 cached ones.
 
 A tile is 128 neighbouring tokens of one row under one query head, so that queries come from and
 outputs go to [T, N, H] as it lies, for any number of queries per kv head. Tiles begin at multiples
