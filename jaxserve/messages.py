@@ -105,7 +105,15 @@ def _decode_array(_: Any, data: bytes) -> "array[int]":
 
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=_decode_array)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
-_encode = msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode
+
+
+def _encode_array(value: Any) -> bytes:
+    if not isinstance(value, array):
+        raise TypeError(f"{value!r} can't be sent: it is a {type(value).__qualname__}")
+    return value.tobytes()
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 
 
 class EngineEnd(Protocol):
@@ -134,16 +142,16 @@ class ClientEnd(Protocol):
     def close(self) -> None: ...
 
 
-class Turn:
+class Turn[T]:
     """Gathers what is sent in one turn of the running loop."""
 
-    def __init__(self, send: Callable[[list[ToEngine]], None]):
+    def __init__(self, send: Callable[[list[T]], None]):
         """`send` gets the messages after the turn."""
         self._send = send
-        self._messages: list[ToEngine] = []
+        self._messages: list[T] = []
         self._loop = asyncio.get_running_loop()
 
-    def add(self, message: ToEngine) -> None:
+    def add(self, message: T) -> None:
         if not self._messages:
             self._loop.call_soon(self._end)
         self._messages.append(message)
@@ -218,7 +226,7 @@ LINGER_S = 2.0
 """How long a closing engine waits for its last words to go out."""
 
 
-def _frame(message: FromEngine | list[ToEngine]) -> bytes:
+def _frame(message: FromEngine | list[msgspec.Raw]) -> bytes:
     data = _encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "little") + data
 
@@ -330,9 +338,10 @@ class SocketClientEnd(asyncio.Protocol):
             self._inbox.put_nowait(message)
 
     def send(self, message: ToEngine) -> None:
-        self._turn.add(message)
+        """Raises: TypeError, here and for this message only, for what can't be sent."""
+        self._turn.add(msgspec.Raw(_encode(message)))
 
-    def _send(self, messages: list[ToEngine]) -> None:
+    def _send(self, messages: list[msgspec.Raw]) -> None:
         if not self._transport.is_closing():  # the engine has gone, which its exit tells
             self._transport.write(_frame(messages))
 

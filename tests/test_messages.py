@@ -134,3 +134,15 @@ async def test_a_request_arrives_as_it_was_sent(link):
     request = Request(request_id="r", token_ids=token_ids, sampling=sampling)
     client.send(messages.Submit(request))
     assert await asyncio.to_thread(engine.receive, 5.0) == [messages.Submit(request)]
+
+
+async def test_what_cannot_be_sent_is_told_where_it_is_sent_and_keeps_nothing_else_back():
+    client, engine = await sockets()
+    client.send(messages.Abort(["before"]))
+    with pytest.raises(TypeError, match="complex"):
+        client.send(messages.Abort([1j]))  # pyright: ignore[reportArgumentType]
+    client.send(messages.Abort(["after"]))
+    await asyncio.sleep(0.05)
+    assert engine.receive(5.0) == [messages.Abort(["before"]), messages.Abort(["after"])]
+    client.close()
+    engine.close()

@@ -527,19 +527,21 @@ class Client:
         if search.is_search(params):
             options = {"priority": priority, "cache_salt": cache_salt, "until": until}
             stream.search = asyncio.ensure_future(self._search(stream, sampling, options))
-        packed_ids = array("i", token_ids)
-        for choice in stream.choices if stream.search is None else ():
-            request = Request(
-                request_id=choice.wire_id,
-                token_ids=packed_ids,
-                sampling=for_choice(sampling, choice_seed(params.seed, choice.index), choice.index),
-                priority=priority,
-                arrival_s=arrival_s,
-                cache_salt=cache_salt,
-                pooling=pooling,
-            )
-            self._handle.client_end.send(messages.Submit(request))
         try:
+            packed_ids = array("i", token_ids)
+            for choice in stream.choices if stream.search is None else ():
+                request = Request(
+                    request_id=choice.wire_id,
+                    token_ids=packed_ids,
+                    sampling=for_choice(
+                        sampling, choice_seed(params.seed, choice.index), choice.index
+                    ),
+                    priority=priority,
+                    arrival_s=arrival_s,
+                    cache_salt=cache_salt,
+                    pooling=pooling,
+                )
+                self._handle.client_end.send(messages.Submit(request))
             await stream.accepted()
         except BaseException:
             self._break_off(stream)
