@@ -84,27 +84,31 @@ def _start_thread(config: EngineConfig) -> EngineHandle:
 async def _start_process(config: EngineConfig) -> EngineHandle:
     own, other = socket.socketpair()
     client_end = await messages.SocketClientEnd.open(own)
-    with other:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "jaxserve.engine.process",
-            stdin=asyncio.subprocess.PIPE,
-            pass_fds=(other.fileno(),),
-            # a terminal's Ctrl-C is for the entry process, which then stops the engine in order
-            start_new_session=True,
-        )
-        setup = {"link": other.fileno()}
-    assert process.stdin is not None
-    setup |= {
+    setup = {
+        "link": other.fileno(),
         "config": dataclasses.asdict(config),
         "log_level": log.getEffectiveLevel(),
     }
-    process.stdin.write(json.dumps(setup).encode() + b"\n")
-    await process.stdin.drain()
-    exited = asyncio.ensure_future(process.wait())
-    handle = EngineHandle(client_end, exited)
+    try:
+        with other:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "jaxserve.engine.process",
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=(other.fileno(),),
+                # a terminal's Ctrl-C is for the entry process, which then stops the engine in order
+                start_new_session=True,
+            )
+    except BaseException:
+        client_end.close()
+        raise
+    handle = EngineHandle(client_end, asyncio.ensure_future(process.wait()))
     handle._process = process
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(setup).encode() + b"\n")
+    with contextlib.suppress(ConnectionError):  # it has ended, which `exited` tells
+        await process.stdin.drain()
     return handle
 
 
