@@ -107,13 +107,21 @@ _to_engine = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=_decode_array)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
-def _encode_array(value: Any) -> bytes:
-    if not isinstance(value, array):
-        raise TypeError(f"{value!r} can't be sent: it is a {type(value).__qualname__}")
-    return value.tobytes()
+def _plain(value: Any) -> bytes | int | float | str:
+    """What the encoder doesn't know by itself: token ids, and values of derived classes, such as
+    NumPy's float64, as the plain ones that they are. Raises: TypeError."""
+    if isinstance(value, array):
+        return value.tobytes()
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(f"{value!r} can't be sent: it is a {type(value).__qualname__}")
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
 class EngineEnd(Protocol):

@@ -1,11 +1,13 @@
 """The link between entry and engine."""
 
 import asyncio
+import enum
 import socket
 import threading
 import time
 from array import array
 
+import numpy as np
 import pytest
 
 from jaxserve import messages
@@ -144,5 +146,44 @@ async def test_what_cannot_be_sent_is_told_where_it_is_sent_and_keeps_nothing_el
     client.send(messages.Abort(["after"]))
     await asyncio.sleep(0.05)
     assert engine.receive(5.0) == [messages.Abort(["before"]), messages.Abort(["after"])]
+    client.close()
+    engine.close()
+
+
+class Number(enum.IntEnum):
+    TWO = 2
+
+
+class Derived(int):
+    pass
+
+
+class Text(str):
+    pass
+
+
+async def test_values_of_derived_classes_arrive_as_plain_ones():
+    client, engine = await sockets()
+    half = np.float64(0.5)
+    sampling = TokenSampling(
+        max_tokens=Number.TWO,
+        temperature=half,
+        logit_bias={Derived(3): half},
+        stop_token_ids=(Derived(4), Number.TWO),
+        seed=Derived(2**63),
+    )
+    request = Request(
+        request_id=Text("a"), token_ids=array("i", [1]), sampling=sampling, cache_salt=Text("b")
+    )
+    client.send(messages.Submit(request))
+    await asyncio.sleep(0.05)
+    (message,) = engine.receive(5.0)
+    assert message == messages.Submit(request)
+    assert isinstance(message, messages.Submit)
+    plain = message.request.sampling
+    values = [plain.max_tokens, plain.seed, *plain.logit_bias, *plain.stop_token_ids]
+    assert {type(value) for value in values} == {int}
+    assert {type(plain.temperature), *map(type, plain.logit_bias.values())} == {float}
+    assert {type(message.request.request_id), type(message.request.cache_salt)} == {str}
     client.close()
     engine.close()

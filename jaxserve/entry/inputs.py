@@ -88,11 +88,9 @@ def resolve_sampling(
     if not params.ignore_eos:
         stop_token_ids |= {id for id in model.eos_token_ids if id < info.vocab_size}
     num_tokens = info.vocab_size if model.tokenizer is None else model.tokenizer.vocab_size
-    allowed = params.allowed_token_ids
-    # Plain numbers, as the link sends them: NumPy's float64 is a float, too, an IntEnum's an int.
     return TokenSampling(
-        max_tokens=int(max(1, max_tokens)),  # one is sampled, and dropped, where none is wanted
-        min_tokens=int(params.min_tokens),
+        max_tokens=max(1, max_tokens),  # one is sampled, and dropped, where none is wanted
+        min_tokens=params.min_tokens,
         temperature=float(first("temperature", 1.0)),
         top_k=top_k if 0 < top_k < info.vocab_size else 0,
         top_p=float(first("top_p", 1.0)),
@@ -102,15 +100,15 @@ def resolve_sampling(
         presence_penalty=float(params.presence_penalty),
         frequency_penalty=float(params.frequency_penalty),
         no_repeat_ngram_size=int(first("no_repeat_ngram_size", 0)),
-        logit_bias={int(id): float(bias) for id, bias in params.logit_bias.items()},
-        allowed_token_ids=None if allowed is None else tuple(map(int, allowed)),
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
         bad_words=bad_word_ids(params.bad_words, model, info.vocab_size),
-        seed=int(params.seed or 0),
-        stop_token_ids=tuple(sorted(map(int, stop_token_ids))),
-        logprobs=None if params.logprobs is None else int(params.logprobs),
-        prompt_logprobs=None if params.prompt_logprobs is None else int(params.prompt_logprobs),
-        prompt_logprobs_start=int(params.prompt_logprobs_start),
-        token_ids_logprob=tuple(map(int, params.token_ids_logprob)),
+        seed=params.seed or 0,
+        stop_token_ids=tuple(sorted(stop_token_ids)),
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        prompt_logprobs_start=params.prompt_logprobs_start,
+        token_ids_logprob=params.token_ids_logprob,
         logprobs_mode=params.logprobs_mode,
         num_tokens=min(num_tokens, info.vocab_size),
         grammar=params.grammar,
@@ -180,7 +178,7 @@ def check_search(params: SamplingParams, num_ends: int) -> None:
 def check_options(request_id: Any, priority: Any, cache_salt: Any, policy: str) -> None:
     """Raises: InvalidRequest for what the engine could not take."""
     for field, value, most in (("request_id", request_id, 256), ("cache_salt", cache_salt, 1024)):
-        if type(value) is not str or len(value) > most or not value.isprintable():
+        if not isinstance(value, str) or len(value) > most or not value.isprintable():
             raise InvalidRequest(
                 field, f"is {value!r}; allowed: a string of at most {most} printable characters"
             )
@@ -197,7 +195,7 @@ def choice_seed(seed: int | None, index: int) -> int:
     if seed is None:
         return secrets.randbits(63)
     if index == 0:
-        return int(seed)
+        return seed
     digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
